@@ -1,0 +1,142 @@
+"""JAX: the core under jax.jit, behind a custom_jvp whose tangent is rematerialised.
+
+Works eagerly and inside the user's own jit, vmap, scan and shard_map; needs no x64: where float64 is off, the wide
+arithmetic is float32 pairs.
+"""
+
+import math
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from xlogprobs.accurate import Pair
+from xlogprobs.backend import ArrayApiBackend, BackendInfo, logprob_rows
+from xlogprobs.contract import IGNORED, INVALID, Call, temperature_pair
+from xlogprobs.gradient import probability
+from xlogprobs.summary import Layout, Primitives, Summary, widen
+
+WIDTH = 1024  # about the block width where the vocabulary has no better divisor
+
+
+@lru_cache
+def block_width(vocab: int) -> int:
+    """A width that divides the vocabulary, from 256 to 2048 and nearest to 512 in ratio; `WIDTH` where there is none.
+
+    Blocks of one width are a reshape, which costs XLA nothing; a shorter last one is a slice, which it copies.
+    """
+    widths = [width for width in range(256, 2049) if vocab % width == 0]
+    return min(widths, key=lambda width: abs(math.log(width / 512))) if widths else WIDTH
+
+
+def cut(xp: Any, x: Any, start: int, count: int, width: int) -> Any:
+    """Blocks as rows of a matrix: the form that XLA CPU turns into one vectorised pass.
+
+    The barrier keeps the widening of half-precision logits behind the reshape; before it, XLA would write the whole
+    array out in float32.
+    """
+    columns = x if count * width == x.shape[1] else x[:, start : start + count * width]
+    return lax.optimization_barrier(jnp.reshape(columns, (x.shape[0] * count, width)))
+
+
+def take(xp: Any, x: Any, columns: Any) -> Any:
+    return jnp.take_along_axis(x, columns, axis=-1, mode="promise_in_bounds")
+
+
+def window(xp: Any, x: Any, start: Any, width: int) -> Any:
+    return jax.vmap(lambda row, first: lax.dynamic_slice(row, (first,), (width,)))(x, start)
+
+
+def primitives(x: Any) -> Primitives:
+    return Primitives(jnp, has_float64=x.dtype == jnp.float64, cut=cut, take=take, window=window)
+
+
+def _forward(x: Any, ids: Any, temperature: Pair | None) -> tuple[Any, Summary]:
+    return logprob_rows(x, ids, temperature, Layout(x.shape[1], block_width(x.shape[1])), primitives(x))
+
+
+@jax.custom_jvp
+def _logprob_rows(x: Any, temperature: Pair | None, ids: Any) -> Any:
+    return _forward(x, ids, temperature)[0]
+
+
+@partial(_logprob_rows.defjvp, symbolic_zeros=False)
+def _tangent_of_rows(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    """d logprob_k = (dz[id_k] - sum_v p_v dz_v) with z = x / T; nothing of the size of V is kept but x itself."""
+    x, temperature, ids = primals
+    out, summary = _forward(x, ids, temperature)
+    x_tangent, temperature_tangent, _ = tangents
+
+    @jax.checkpoint
+    def tangent(x: Any, temperature: Pair | None, summary: Summary, x_tangent: Any, temperature_tangent: Any) -> Any:
+        active = jnp.any(ids != IGNORED, axis=-1)[:, None]
+        counts = active & (x != -jnp.inf)  # an ignored row adds 0 whatever it holds, and so does a logit of -inf
+        scaled = jnp.where(counts, widen(jnp, x_tangent), 0)
+        if temperature is not None:
+            shifted = jnp.where(counts, widen(jnp, x) - summary.max[:, None], 0) / temperature[0][:, None]
+            scaled = (scaled - shifted * temperature_tangent[0][:, None]) / temperature[0][:, None]
+        p = jnp.where(active, probability(x, summary, temperature, primitives(x)), 0)
+        change = take(jnp, scaled, jnp.maximum(ids, 0)) - jnp.sum(p * scaled, axis=-1)[:, None]
+        return change * jnp.where(ids == INVALID, jnp.nan, jnp.where(ids == IGNORED, 0.0, 1.0)).astype(change.dtype)
+
+    return out, tangent(x, temperature, summary, x_tangent, temperature_tangent)
+
+
+def _logprobs(logits: Any, ids: Any, temperature: Any) -> Any:
+    vocab, many = logits.shape[-1], ids.shape[-1]
+    # the caller's graph rounds half-precision logits here, as it would for an array that is printed
+    x = lax.optimization_barrier(jnp.reshape(logits, (-1, vocab)))
+    rows = x.shape[0]
+    dtype = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    if ids.size == 0:
+        return jnp.zeros(ids.shape, dtype) + jnp.sum(x[:0]).astype(dtype)
+    if isinstance(temperature, tuple):  # a number, with what float32 rounds away; traced, so that no value compiles anew
+        pair: Pair | None = (jnp.full(rows, temperature[0]), jnp.full(rows, temperature[1]))
+    else:
+        pair = temperature_pair(jnp, temperature, rows, x)
+    return jnp.reshape(_logprob_rows(x, pair, jnp.reshape(ids, (rows, many))), ids.shape)
+
+
+_jitted = jax.jit(_logprobs)
+
+
+class JaxBackend(ArrayApiBackend):
+    name = "jax"
+
+    def namespace(self, array: Any) -> Any:
+        return jnp
+
+    def dtype_name(self, array: Any) -> str:
+        return str(array.dtype.name)
+
+    def device(self, array: Any) -> Any:
+        return None if self.traced(array) else frozenset(array.devices())
+
+    def readable(self, array: Any) -> bool:
+        return not self.traced(array) and all(device.platform == "cpu" for device in array.devices())
+
+    def traced(self, array: Any) -> bool:
+        return isinstance(array, jax.core.Tracer)
+
+    def differentiable(self, array: Any) -> bool:
+        return False
+
+    def from_numpy(self, array: Any, like: Any) -> Any:
+        if array.dtype.kind == "i" and not jax.config.jax_enable_x64:
+            array = array.astype("int32")  # encoded ids are below V
+        return jnp.asarray(array)
+
+    def logprobs(self, call: Call) -> Any:
+        temperature = call.temperature
+        if isinstance(temperature, float):
+            high = np.asarray(temperature, np.float64 if call.logits.dtype == jnp.float64 else np.float32)
+            temperature = (high, (temperature - high.astype(np.float64)).astype(high.dtype))
+        return _jitted(call.logits, call.ids, temperature)
+
+    def info(self) -> BackendInfo:
+        devices = [f"{device.platform} ({device.device_kind})" for device in jax.devices()]
+        why = None if any(d.platform != "cpu" for d in jax.devices()) else "gpu, tpu: jax sees no device"
+        return BackendInfo(self.name, True, jax.__version__, devices, "jax.jit (XLA)", why)

@@ -1,0 +1,77 @@
+"""What the core asks of torch: dtypes, devices, whether values can be read, and the call itself."""
+
+import shutil
+from typing import Any
+
+import array_api_compat.torch as xp
+import numpy as np
+import torch
+
+from xlogprobs.backend import ArrayApiBackend, BackendInfo
+from xlogprobs.contract import Call
+from xlogprobs_torch import boundary, npu
+
+
+class TorchBackend(ArrayApiBackend):
+    name = "torch"
+
+    def namespace(self, array: Any) -> Any:
+        return xp
+
+    def device(self, array: torch.Tensor) -> torch.device:
+        return array.device
+
+    def readable(self, array: torch.Tensor) -> bool:
+        return array.device.type == "cpu" and not self.traced(array)
+
+    def traced(self, array: torch.Tensor) -> bool:
+        return torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(array)
+
+    def differentiable(self, array: torch.Tensor) -> bool:
+        return array.requires_grad
+
+    def from_numpy(self, array: Any, like: torch.Tensor) -> torch.Tensor:
+        array = np.asarray(array)
+        if not array.flags.writeable or not array.flags.c_contiguous or not array.dtype.isnative:
+            array = np.array(array, dtype=array.dtype.newbyteorder("="))
+        return torch.from_numpy(array).to(like.device)
+
+    def to_numpy(self, array: torch.Tensor) -> Any:
+        return array.detach().to("cpu").to_dense().float().numpy() if array.dtype == torch.bfloat16 else (
+            array.detach().to("cpu").numpy()
+        )  # fmt: skip
+
+    def logprobs(self, call: Call) -> torch.Tensor:
+        logits, temperature = call.logits, call.temperature
+        if isinstance(temperature, float):
+            temperature = torch.full((), temperature, dtype=torch.float64).to(
+                dtype=None if boundary.compiled.has_float64(logits.device) else torch.float32, device=logits.device
+            )
+        if temperature is not None and temperature.requires_grad:
+            raise ValueError(
+                "temperature requires a gradient, which logprobs does not compute; pass temperature.detach(), or scale"
+                " the logits yourself"
+            )
+        ids = call.ids.to(torch.int64)
+        return boundary.logprobs(logits, ids, temperature)
+
+    def info(self) -> BackendInfo:
+        devices = ["cpu"]
+        why: list[str] = []
+        if torch.cuda.is_available():
+            devices += [f"cuda ({torch.cuda.get_device_name()})"]
+        else:
+            why.append("cuda: torch sees no device")
+        if torch.backends.mps.is_available():
+            devices.append("mps")
+        if hasattr(torch, "xpu") and torch.xpu.is_available():
+            devices.append("xpu")
+        if npu.fused_operator() is None:
+            why.append("npu: torch_npu is not installed")
+        else:
+            devices.append(f"npu (torch.compile: {npu.compiler() or 'none, torch_npu.npu_cross_entropy_loss'})")
+        compiler = next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
+        execution = f"torch.compile (inductor, {compiler})" if compiler else "eager"
+        if compiler is None:
+            why.append("torch.compile on cpu: no C++ compiler found")
+        return BackendInfo(self.name, True, torch.__version__, devices, execution, "; ".join(why) or None)

@@ -1,0 +1,197 @@
+"""The autograd boundary: forward and backward over any strides, and the operator that a user's graph sees.
+
+Outside torch.compile a torch.autograd.Function is the boundary; inside, one opaque operator of torch.library, since
+Inductor drops the rounding of half-precision logits that it fuses with their producer.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from xlogprobs.accurate import Pair
+from xlogprobs.contract import temperature_pair
+from xlogprobs.summary import Summary
+from xlogprobs_torch import compiled, npu
+
+import array_api_compat.torch as xp  # isort: skip
+
+
+def logprobs(logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
+    """Log-probabilities (..., K) of encoded int64 ids (..., K)."""
+    if torch.compiler.is_compiling():
+        result: torch.Tensor = _operator(logits, ids, temperature)[0]
+        return result
+    if torch.is_grad_enabled() and logits.requires_grad:
+        return _Boundary.apply(logits, ids, temperature)[0]  # type: ignore[no-untyped-call,no-any-return]
+    return _forward(logits, ids, temperature)[0]
+
+
+def _forward(
+    logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities, and the rows' maximum and rest (their summary) for the backward pass."""
+    with _normalised(logits):
+        rows, vocab, many = ids.shape[:-1].numel(), logits.shape[-1], ids.shape[-1]
+        wide = torch.float64 if compiled.has_float64(logits.device) else torch.float32
+        out = logits.new_empty((rows, many), dtype=_arithmetic(logits))
+        maximum = logits.new_empty((rows,), dtype=out.dtype)
+        rest = logits.new_empty((rows,), dtype=wide)
+        if many:
+            flat_ids = _normal(ids).reshape(rows, many)
+            pair = _pair(temperature, rows, logits)
+            for x, where in _pieces(logits, vocab):
+                part = pair and (pair[0][where], pair[1][where])
+                if npu.fused_only(x):
+                    out[where] = npu.fused_logprobs(x, flat_ids[where], part)
+                    maximum[where], rest[where] = x.amax(-1).to(out.dtype), float("nan")
+                    continue
+                out[where], summary = compiled.forward(x, flat_ids[where], part)
+                maximum[where], rest[where] = summary.max, summary.rest
+        return out.view(ids.shape), maximum, rest
+
+
+def _backward(
+    upstream: torch.Tensor,
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    temperature: torch.Tensor | None,
+    maximum: torch.Tensor,
+    rest: torch.Tensor,
+) -> torch.Tensor:
+    with _normalised(logits):
+        rows, vocab, many = ids.shape[:-1].numel(), logits.shape[-1], ids.shape[-1]
+        result = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        if not many:
+            return result.zero_()
+        flat, flat_ids = result.view(rows, vocab), _normal(ids).reshape(rows, many)
+        flat_upstream = _normal(upstream).reshape(rows, many)
+        pair = _pair(temperature, rows, logits)
+        for x, where in _pieces(logits, vocab):
+            part = pair and (pair[0][where], pair[1][where])
+            if npu.fused_only(x):
+                summary = npu.summary(x, part)
+            else:
+                summary = Summary(maximum[where], rest[where], None)
+            flat[where] = compiled.backward(x, flat_ids[where], flat_upstream[where].contiguous(), summary, part)
+        return result
+
+
+class _Boundary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor | None) -> Any:
+        out, maximum, rest = _forward(logits, ids, temperature)
+        ctx.save_for_backward(logits, ids, temperature, maximum, rest)
+        ctx.mark_non_differentiable(maximum, rest)
+        return out, maximum, rest
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, upstream: torch.Tensor, *_: Any) -> Any:
+        logits, ids, temperature, maximum, rest = ctx.saved_tensors
+        return _backward(upstream, logits, ids, temperature, maximum, rest), None, None
+
+
+@torch.library.custom_op("xlogprobs::logprobs", mutates_args=())
+def _operator(
+    logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _forward(logits, ids, temperature)
+
+
+@_operator.register_fake
+def _(
+    logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    wide = torch.float64 if compiled.has_float64(logits.device) else torch.float32
+    rows = ids.shape[:-1].numel()
+    out = logits.new_empty(ids.shape, dtype=_arithmetic(logits))
+    return out, logits.new_empty((rows,), dtype=out.dtype), logits.new_empty((rows,), dtype=wide)
+
+
+@torch.library.custom_op("xlogprobs::logprobs_backward", mutates_args=())
+def _backward_operator(
+    upstream: torch.Tensor,
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    temperature: torch.Tensor | None,
+    maximum: torch.Tensor,
+    rest: torch.Tensor,
+) -> torch.Tensor:
+    return _backward(upstream, logits, ids, temperature, maximum, rest)
+
+
+@_backward_operator.register_fake
+def _(
+    upstream: torch.Tensor,
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    temperature: torch.Tensor | None,
+    maximum: torch.Tensor,
+    rest: torch.Tensor,
+) -> torch.Tensor:
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs, *output[1:])
+
+
+def _operator_backward(ctx: Any, upstream: torch.Tensor, *_: Any) -> Any:
+    return _backward_operator(upstream, *ctx.saved_tensors), None, None
+
+
+_operator.register_autograd(_operator_backward, setup_context=_save)
+
+
+class _normalised:
+    """The modes that a graph would otherwise be guarded on: gradients, inference and autocast, all off."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self._modes = (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autocast(logits.device.type, enabled=False),
+        )
+
+    def __enter__(self) -> None:
+        for mode in self._modes:
+            mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(*error)
+
+
+def _arithmetic(logits: torch.Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def _normal(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain detached tensor on the same memory, also of a tensor made in inference mode."""
+    return torch.from_dlpack(tensor.detach()) if tensor.is_inference() else tensor.detach()
+
+
+def _pair(temperature: torch.Tensor | None, rows: int, logits: torch.Tensor) -> Pair | None:
+    return None if temperature is None else temperature_pair(xp, _normal(temperature), rows, logits)
+
+
+def _pieces(logits: torch.Tensor, vocab: int) -> Iterator[tuple[torch.Tensor, slice]]:
+    """Contiguous pieces of the rows and where they stand among all rows; only a piece is ever copied."""
+    first = 0
+    for view in _row_views(_normal(logits), vocab):
+        for part in compiled.pieces(view.shape[0], vocab, view.device):
+            yield view[part].contiguous(), slice(first + part.start, first + part.stop)
+        first += view.shape[0]
+
+
+def _row_views(logits: torch.Tensor, vocab: int) -> Iterator[torch.Tensor]:
+    """Views (N, V) that together are all rows in order: one where the strides allow it."""
+    if logits.ndim <= 2 or logits.numel() == 0:
+        yield logits.reshape(-1, vocab)
+        return
+    try:
+        yield logits.view(-1, vocab)
+    except RuntimeError:
+        for part in logits:
+            yield from _row_views(part, vocab)
