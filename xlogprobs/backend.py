@@ -107,7 +107,7 @@ class ArrayApiBackend:
         return False
 
     def from_numpy(self, array: Any, like: Array) -> Array:
-        return self.namespace(like).asarray(np.ascontiguousarray(array), device=self.device(like))
+        return self.namespace(like).asarray(np.asarray(array, order="C"), device=self.device(like))
 
     def to_numpy(self, array: Array) -> Any:
         return np.asarray(array)
@@ -131,10 +131,11 @@ class ArrayApiBackend:
         ids = xp.reshape(call.ids, (x.shape[0], many))
         pair = temperature_pair(xp, call.temperature, x.shape[0], x)
         layout, prim = self.layout(vocab), self.primitives(x)
-        pieces = [
-            logprob_rows(x[part, :], ids[part, :], pair and (pair[0][part], pair[1][part]), layout, prim)[0]
-            for part in row_slices(x.shape[0], vocab)
-        ]
+        with np.errstate(all="ignore"):  # for libraries on top of NumPy: infinities and NaNs have defined results here
+            pieces = [
+                logprob_rows(x[part, :], ids[part, :], pair and (pair[0][part], pair[1][part]), layout, prim)[0]
+                for part in row_slices(x.shape[0], vocab)
+            ]
         dtype = xp.float64 if x.dtype == xp.float64 else xp.float32
         flat = xp.concat(pieces) if pieces else xp.zeros((0, many), dtype=dtype, device=self.device(x))
         return xp.reshape(flat, call.ids.shape)

@@ -15,6 +15,9 @@ InvalidIds = Literal["auto", "raise", "nan"]
 IGNORED = -1  # an id equal to ignore_index, as the backends see it
 INVALID = -2  # any other id outside the vocabulary
 
+# The temperatures that float32 arithmetic holds, the half of each included, where subnormal numbers are flushed to 0
+COLDEST, HOTTEST = 2 * float(np.finfo(np.float32).smallest_normal), float(np.finfo(np.float32).max)
+
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
@@ -40,7 +43,9 @@ def check(
 ) -> Call:
     check_logits(backend, logits)
     if invalid_ids not in get_args(InvalidIds):
-        raise ValueError(f"invalid_ids is {invalid_ids!r}; expected one of {', '.join(map(repr, get_args(InvalidIds)))}")
+        raise ValueError(
+            f"invalid_ids is {invalid_ids!r}; expected one of {', '.join(map(repr, get_args(InvalidIds)))}"
+        )
     if ignore_index is not None and (isinstance(ignore_index, bool) or not hasattr(ignore_index, "__index__")):
         raise TypeError(f"ignore_index is {_what(ignore_index)}; expected an int or None")
     raw, source = check_ids(backend, logits, ids)
@@ -77,9 +82,7 @@ def check_ids(backend: "Backend", logits: Array, ids: Any) -> tuple[Array, "Back
     library = array_library(ids)
     if library is None or library == "numpy":
         source = backend if array_library(logits) == "numpy" else numpy_backend()
-        ids = _from_python("ids", ids)
-        if ids.size == 0 and ids.dtype == np.float64 and library is None:
-            ids = ids.astype(np.int64)  # an empty list has no integers to tell its dtype
+        ids = _from_python("ids", ids) if library else _python_ids(ids)
     elif library == array_library(logits):
         source = backend
         _check_device(backend, "ids", ids, logits)
@@ -88,7 +91,7 @@ def check_ids(backend: "Backend", logits: Array, ids: Any) -> tuple[Array, "Back
             f"ids is {_what(ids)} and logits {_what(logits)}; expected ids from the same library, NumPy or Python ints"
         )
     dtype = source.dtype_name(ids)
-    if dtype not in INTEGERS:
+    if dtype not in (*INTEGERS, "object"):
         raise TypeError(f"ids has dtype {dtype}; expected integers")
     return ids, source
 
@@ -96,19 +99,31 @@ def check_ids(backend: "Backend", logits: Array, ids: Any) -> tuple[Array, "Back
 def encode(xp: Any, ids: Array, vocab: int, ignore_index: int | None) -> Array:
     """Ids in [0, vocab) as signed integers, IGNORED where they equal ignore_index, INVALID elsewhere.
 
-    Nothing is narrowed before it is compared: an id beyond the signed range is a large id, never a negative one.
+    Nothing is narrowed before it is compared. An unsigned id beyond the signed range wraps to a negative one, which is
+    no valid id either; ignore_index is wrapped alike where the ids' own type can hold it, and matches nothing else.
     """
-    unsigned = [getattr(xp, name) for name in ("uint8", "uint16", "uint32", "uint64") if hasattr(xp, name)]
-    is_unsigned = ids.dtype in unsigned
-    signed = xp.astype(ids, xp.asarray(0, dtype=xp.int64).dtype if ids.dtype != xp.int32 else xp.int32, copy=False)
-    largest = xp.iinfo(signed.dtype).max
-    if is_unsigned:
-        signed = xp.where(signed < 0, xp.full_like(signed, largest), signed)
-    valid = (signed >= 0) & (signed < min(vocab, largest))
+    if ids.dtype == object:
+        return _encode_python(ids, vocab, ignore_index)
+    signed = xp.astype(ids, _signed(xp, ids.dtype), copy=False)
+    limits, held = xp.iinfo(signed.dtype), xp.iinfo(ids.dtype)
+    valid = (signed >= 0) & (signed < min(vocab, limits.max))
     code = xp.where(valid, signed, xp.full_like(signed, INVALID))
-    if ignore_index is not None and -largest - 1 <= int(ignore_index) < largest:
-        code = xp.where(signed == int(ignore_index), xp.full_like(signed, IGNORED), code)
+    if ignore_index is not None and held.min <= int(ignore_index) <= held.max:
+        wrapped = (int(ignore_index) - limits.min) % (1 << limits.bits) + limits.min
+        code = xp.where(signed == wrapped, xp.full_like(signed, IGNORED), code)
     return code
+
+
+def _signed(xp: Any, dtype: Any) -> Any:
+    """A signed type of at least 32 bits that is not narrower than ``dtype``."""
+    if dtype in (xp.int32, xp.int64):
+        return dtype
+    return xp.int64 if xp.iinfo(dtype).bits == 64 else xp.asarray(0).dtype
+
+
+def _encode_python(ids: Any, vocab: int, ignore_index: int | None) -> Any:
+    code = [IGNORED if i == ignore_index else int(i) if 0 <= i < vocab else INVALID for i in ids.flat]
+    return np.array(code, np.int64).reshape(ids.shape)
 
 
 def refuse_invalid(
@@ -148,8 +163,9 @@ def check_temperature(backend: "Backend", logits: Array, temperature: Any) -> fl
 
     if isinstance(temperature, bool) or temperature is None or isinstance(temperature, (str, bytes, complex)):
         raise TypeError(f"temperature is {_what(temperature)}; expected a number, or one per position")
+    narrow = backend.dtype_name(logits) != "float64"
     if isinstance(temperature, (int, float)):
-        return _number(float(temperature))
+        return _number(temperature, narrow)
     library = array_library(temperature)
     if library is None or library == "numpy":
         temperature = _from_python("temperature", temperature)
@@ -171,12 +187,12 @@ def check_temperature(backend: "Backend", logits: Array, temperature: Any) -> fl
     if source.readable(temperature):
         values = source.to_numpy(temperature).astype(np.float64)
         if shape == () and not source.differentiable(temperature):
-            return _number(float(values))
-        wrong = ~(np.isfinite(values) & (values > 0))
+            return _number(float(values), narrow)
+        wrong = ~_is_temperature(values, narrow)
         if wrong.any():
             first = tuple(int(i) for i in np.argwhere(wrong)[0])
             at = f"temperature[{', '.join(map(str, first))}]" if first else "temperature"
-            raise ValueError(f"{at} is {values[first]}; expected finite and positive")
+            raise ValueError(_not_a_temperature(at, values[first], narrow))
     return temperature if source is backend else backend.from_numpy(temperature, logits)
 
 
@@ -186,10 +202,24 @@ def _check_device(backend: "Backend", name: str, array: Array, logits: Array) ->
         raise ValueError(f"{name} is on {own} and logits on {expected}; move one to the other")
 
 
-def _number(temperature: float) -> float | None:
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(f"temperature is {temperature}; expected finite and positive")
-    return None if temperature == 1.0 else temperature
+def _number(temperature: float, narrow: bool) -> float | None:
+    try:
+        value = float(temperature)
+    except OverflowError:
+        value = math.inf
+    if not _is_temperature(value, narrow):
+        raise ValueError(_not_a_temperature("temperature", value, narrow))
+    return None if value == 1.0 else value
+
+
+def _is_temperature(values: Any, narrow: bool) -> Any:
+    """Whether ``values`` are finite and positive in the arithmetic type."""
+    return (values >= COLDEST) & (values <= HOTTEST) if narrow else (values > 0) & (values < math.inf)
+
+
+def _not_a_temperature(at: str, value: float, narrow: bool) -> str:
+    in_float32 = f" in float32, from {COLDEST:.3g} to {HOTTEST:.3g}" if narrow and 0 < value < math.inf else ""
+    return f"{at} is {value}; expected finite and positive{in_float32}"
 
 
 def temperature_pair(xp: Any, temperature: float | Array | None, rows: int, like: Array) -> Pair | None:
@@ -205,17 +235,32 @@ def temperature_pair(xp: Any, temperature: float | Array | None, rows: int, like
             xp.full((rows,), temperature - high, dtype=dtype, device=device),
         )
     values = xp.broadcast_to(xp.reshape(temperature, (-1,)), (rows,))
+    if values.dtype not in (xp.float32, xp.float64):
+        values = xp.astype(values, dtype)
+    valid = _is_temperature(values, dtype != xp.float64)
     high = xp.astype(values, dtype)
     low = xp.astype(values - xp.astype(high, values.dtype), dtype) if values.dtype == xp.float64 else high * 0
-    valid = (high > 0) & xp.isfinite(high)
     return xp.where(valid, high, xp.full_like(high, float("nan"))), low
 
 
-def _from_python(name: str, value: Any) -> Any:
+def _python_ids(value: Any) -> Any:
+    """Python ints as an array; one of objects where no integer type holds them all, or where there are none."""
+    if _rectangular("ids", value).dtype.kind in "Of":
+        exact = np.asarray(value, dtype=object)
+        if all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in exact.flat):
+            return exact
+    return _from_python("ids", value)
+
+
+def _rectangular(name: str, value: Any) -> Any:
     try:
-        array = np.asarray(value)
+        return np.asarray(value)
     except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"{name} is {_what(value)} that is no rectangular array: {error}") from None
+
+
+def _from_python(name: str, value: Any) -> Any:
+    array = _rectangular(name, value)
     if array.dtype == object:
         raise TypeError(f"{name} is {_what(value)}; expected an array, numbers or nested lists of them")
     return array

@@ -24,7 +24,7 @@ class RowGradient(NamedTuple):
 def gradient(
     x: Array, ids: Array, upstream: Array, summary: Summary, temperature: Pair | None, prim: Primitives
 ) -> RowGradient:
-    """Gradient of the log-probabilities of ``ids`` (N, K) with respect to the logits ``x`` (N, V), in float32 or wider."""
+    """Gradient of the log-probabilities of ``ids`` (N, K) with respect to ``x`` (N, V), in float32 or wider."""
     xp = prim.xp
     zero = xp.zeros_like(upstream)
     scored = xp.where(ids == IGNORED, zero, xp.where(ids == INVALID, xp.full_like(upstream, float("nan")), upstream))

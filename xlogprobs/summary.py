@@ -152,10 +152,10 @@ def _merge_blocks(
         if temperature is not None:
             distance = distance / _wide_temperature(xp, temperature)[:, None]
         terms = xp.exp(distance) * xp.astype(total, wide)
-        return Summary(top, xp.sum(xp.where(others, terms, xp.zeros_like(terms)), axis=-1) + xp.astype(rest, wide), None)
-    high, low = accurate.difference(xp, maximum, _finite(xp, top)[:, None])
-    if temperature is not None:
-        high, low = accurate.divide(xp, (high, low), (temperature[0][:, None], temperature[1][:, None]))
+        return Summary(
+            top, xp.sum(xp.where(others, terms, xp.zeros_like(terms)), axis=-1) + xp.astype(rest, wide), None
+        )
+    high, low = _distance(xp, maximum, _finite(xp, top)[:, None], temperature)
     weight = xp.exp(high)
     term, error = accurate.two_product(weight, total)
     error = error + weight * low * total
@@ -175,15 +175,21 @@ def finish(entries: Array, summary: Summary, temperature: Pair | None, vocab: in
             distance = distance / _wide_temperature(xp, temperature)[:, None]
         logprob = xp.astype(distance - xp.log1p(summary.rest)[:, None], value.dtype)
     else:
-        high, low = accurate.difference(xp, value, top)
-        if temperature is not None:
-            high, low = accurate.divide(xp, (high, low), (temperature[0][:, None], temperature[1][:, None]))
+        high, low = _distance(xp, value, top, temperature)
         log_high, log_low = accurate.log1p(xp, (summary.rest, summary.rest_low), vocab)
         rounded, error = accurate.two_sum(high, -log_high[:, None])
         logprob = rounded + (error + (low - log_low[:, None]))
         logprob = xp.where(xp.isfinite(rounded), logprob, rounded)
     # a row that holds +inf has no distribution, though the difference to its maximum is -inf
     return xp.where(top == float("inf"), xp.full_like(logprob, float("nan")), logprob)
+
+
+def _distance(xp: Any, value: Array, top: Array, temperature: Pair | None) -> Pair:
+    """``(value - top) / T`` as a pair."""
+    if temperature is None:
+        return accurate.difference(xp, value, top)
+    half = accurate.difference(xp, value * 0.5, top * 0.5)  # halves: the difference itself may lie beyond float32
+    return accurate.divide(xp, half, (temperature[0][:, None] * 0.5, temperature[1][:, None] * 0.5))
 
 
 def _finite(xp: Any, maximum: Array) -> Array:

@@ -19,6 +19,8 @@ from xlogprobs.contract import IGNORED, INVALID, Call, temperature_pair
 from xlogprobs.gradient import probability
 from xlogprobs.summary import Layout, Primitives, Summary, widen
 
+barrier: Any = lax.optimization_barrier
+
 WIDTH = 1024  # about the block width where the vocabulary has no better divisor
 
 
@@ -39,7 +41,7 @@ def cut(xp: Any, x: Any, start: int, count: int, width: int) -> Any:
     array out in float32.
     """
     columns = x if count * width == x.shape[1] else x[:, start : start + count * width]
-    return lax.optimization_barrier(jnp.reshape(columns, (x.shape[0] * count, width)))
+    return barrier(jnp.reshape(columns, (x.shape[0] * count, width)))
 
 
 def take(xp: Any, x: Any, columns: Any) -> Any:
@@ -88,19 +90,26 @@ def _tangent_of_rows(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tup
 def _logprobs(logits: Any, ids: Any, temperature: Any) -> Any:
     vocab, many = logits.shape[-1], ids.shape[-1]
     # the caller's graph rounds half-precision logits here, as it would for an array that is printed
-    x = lax.optimization_barrier(jnp.reshape(logits, (-1, vocab)))
+    x = barrier(jnp.reshape(logits, (-1, vocab)))
     rows = x.shape[0]
     dtype = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     if ids.size == 0:
         return jnp.zeros(ids.shape, dtype) + jnp.sum(x[:0]).astype(dtype)
-    if isinstance(temperature, tuple):  # a number, with what float32 rounds away; traced, so that no value compiles anew
-        pair: Pair | None = (jnp.full(rows, temperature[0]), jnp.full(rows, temperature[1]))
+    if isinstance(temperature, tuple):  # traced also where it is a number, so that no value compiles anew
+        high, low = (jnp.broadcast_to(jnp.reshape(part, -1), (rows,)) for part in temperature)
+        pair: Pair | None = (high, low)
     else:
         pair = temperature_pair(jnp, temperature, rows, x)
     return jnp.reshape(_logprob_rows(x, pair, jnp.reshape(ids, (rows, many))), ids.shape)
 
 
 _jitted = jax.jit(_logprobs)
+
+
+def split(temperature: Any, like: Any) -> tuple[Any, Any]:
+    """A float64 temperature in the arithmetic type of the logits, and what that type rounds away."""
+    high = np.asarray(temperature, np.float64 if like.dtype == jnp.float64 else np.float32)
+    return high, np.asarray(temperature - high.astype(np.float64), high.dtype)
 
 
 class JaxBackend(ArrayApiBackend):
@@ -125,15 +134,14 @@ class JaxBackend(ArrayApiBackend):
         return False
 
     def from_numpy(self, array: Any, like: Any) -> Any:
-        if array.dtype.kind == "i" and not jax.config.jax_enable_x64:
-            array = array.astype("int32")  # encoded ids are below V
-        return jnp.asarray(array)
+        if array.dtype == np.float64:
+            return split(array, like)
+        return jnp.asarray(array)  # int64 ids become int32 where x64 is off: they are encoded, below V
 
     def logprobs(self, call: Call) -> Any:
         temperature = call.temperature
         if isinstance(temperature, float):
-            high = np.asarray(temperature, np.float64 if call.logits.dtype == jnp.float64 else np.float32)
-            temperature = (high, (temperature - high.astype(np.float64)).astype(high.dtype))
+            temperature = split(np.asarray(temperature), call.logits)
         return _jitted(call.logits, call.ids, temperature)
 
     def info(self) -> BackendInfo:

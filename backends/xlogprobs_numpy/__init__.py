@@ -86,15 +86,18 @@ class NumpyBackend(ArrayApiBackend):
 
     def logprobs(self, call: Call) -> Any:
         vocab, many = call.logits.shape[-1], call.ids.shape[-1]
-        dtype = np.float64 if call.logits.dtype == np.float64 else np.float32
+        dtype = np.float64 if call.logits.dtype.itemsize == 8 else np.float32
         result = np.empty(call.ids.shape, dtype)
+        if result.size == 0:
+            return result
         layout, prim = self.layout(vocab), self.primitives(call.logits)
-        rows = result.size // many if many else 0
-        pair = temperature_pair(np, call.temperature, rows, call.logits)
+        rows = result.size // many
+        pair = temperature_pair(np, call.temperature, rows, result)
         ids, out = call.ids.reshape(rows, many), result.reshape(rows, many)
 
         def run(part: slice) -> None:
             x = rows_of(call.logits, part)
+            x = x if x.dtype.isnative else x.astype(dtype)
             out[part] = logprob_rows(x, ids[part], pair and (pair[0][part], pair[1][part]), layout, prim)[0]
 
         step = max(1, PIECE // vocab)

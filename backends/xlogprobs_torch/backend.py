@@ -9,7 +9,7 @@ import torch
 
 from xlogprobs.backend import ArrayApiBackend, BackendInfo
 from xlogprobs.contract import Call
-from xlogprobs_torch import boundary, npu
+from xlogprobs_torch import boundary, compiled, npu
 
 
 class TorchBackend(ArrayApiBackend):
@@ -34,7 +34,10 @@ class TorchBackend(ArrayApiBackend):
         array = np.asarray(array)
         if not array.flags.writeable or not array.flags.c_contiguous or not array.dtype.isnative:
             array = np.array(array, dtype=array.dtype.newbyteorder("="))
-        return torch.from_numpy(array).to(like.device)
+        tensor = torch.from_numpy(array)
+        if tensor.dtype == torch.float64 and not compiled.has_float64(like.device):
+            return tensor  # a temperature: its float32 pair is made here, then moved
+        return tensor.to(like.device)
 
     def to_numpy(self, array: torch.Tensor) -> Any:
         return array.detach().to("cpu").to_dense().float().numpy() if array.dtype == torch.bfloat16 else (
@@ -45,7 +48,7 @@ class TorchBackend(ArrayApiBackend):
         logits, temperature = call.logits, call.temperature
         if isinstance(temperature, float):
             temperature = torch.full((), temperature, dtype=torch.float64).to(
-                dtype=None if boundary.compiled.has_float64(logits.device) else torch.float32, device=logits.device
+                dtype=None if compiled.has_float64(logits.device) else torch.float32, device=logits.device
             )
         if temperature is not None and temperature.requires_grad:
             raise ValueError(
@@ -66,10 +69,10 @@ class TorchBackend(ArrayApiBackend):
             devices.append("mps")
         if hasattr(torch, "xpu") and torch.xpu.is_available():
             devices.append("xpu")
-        if npu.fused_operator() is None:
-            why.append("npu: torch_npu is not installed")
+        if hasattr(torch, "npu") and torch.npu.is_available():
+            devices.append(f"npu ({npu.execution()})")
         else:
-            devices.append(f"npu (torch.compile: {npu.compiler() or 'none, torch_npu.npu_cross_entropy_loss'})")
+            why.append("npu: torch_npu is not imported, or sees no device")
         compiler = next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
         execution = f"torch.compile (inductor, {compiler})" if compiler else "eager"
         if compiler is None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from xlogprobs.accurate import Pair
 from xlogprobs.contract import temperature_pair
@@ -42,11 +43,10 @@ def _forward(
             pair = _pair(temperature, rows, logits)
             for x, where in _pieces(logits, vocab):
                 part = pair and (pair[0][where], pair[1][where])
-                if npu.fused_only(x):
-                    out[where] = npu.fused_logprobs(x, flat_ids[where], part)
-                    maximum[where], rest[where] = x.amax(-1).to(out.dtype), float("nan")
-                    continue
-                out[where], summary = compiled.forward(x, flat_ids[where], part)
+                if _fused(x):
+                    out[where] = npu.fused_logprobs(x, _plain(flat_ids[where]), part)
+                    continue  # the operator gives no summary; the backward pass makes its own
+                out[where], summary = compiled.forward(x, _plain(flat_ids[where]), part)
                 maximum[where], rest[where] = summary.max, summary.rest
         return out.view(ids.shape), maximum, rest
 
@@ -69,11 +69,8 @@ def _backward(
         pair = _pair(temperature, rows, logits)
         for x, where in _pieces(logits, vocab):
             part = pair and (pair[0][where], pair[1][where])
-            if npu.fused_only(x):
-                summary = npu.summary(x, part)
-            else:
-                summary = Summary(maximum[where], rest[where], None)
-            flat[where] = compiled.backward(x, flat_ids[where], flat_upstream[where].contiguous(), summary, part)
+            summary = compiled.summary(x, part) if _fused(x) else Summary(maximum[where], rest[where], None)
+            flat[where] = compiled.backward(x, _plain(flat_ids[where]), _plain(flat_upstream[where]), summary, part)
         return result
 
 
@@ -148,11 +145,10 @@ class _normalised:
     """The modes that a graph would otherwise be guarded on: gradients, inference and autocast, all off."""
 
     def __init__(self, logits: torch.Tensor) -> None:
-        self._modes = (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            torch.autocast(logits.device.type, enabled=False),
-        )
+        device_type = logits.device.type
+        self._modes: list[Any] = [torch.inference_mode(False), torch.no_grad()]
+        if torch.is_autocast_enabled(device_type):  # torch.autocast itself does not know every device
+            self._modes.append(torch.autocast(device_type, enabled=False))
 
     def __enter__(self) -> None:
         for mode in self._modes:
@@ -163,17 +159,28 @@ class _normalised:
             mode.__exit__(*error)
 
 
+def _fused(x: torch.Tensor) -> bool:
+    """Whether these rows go through the fused operator of torch_npu: on an NPU, where nothing compiles."""
+    return x.device.type == "npu" and not compiled.compiles(x.device) and npu.takes(x)
+
+
 def _arithmetic(logits: torch.Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def _normal(tensor: torch.Tensor) -> torch.Tensor:
     """A plain detached tensor on the same memory, also of a tensor made in inference mode."""
-    return torch.from_dlpack(tensor.detach()) if tensor.is_inference() else tensor.detach()
+    return from_dlpack(tensor.detach()) if tensor.is_inference() else tensor.detach()
+
+
+def _plain(piece: torch.Tensor) -> torch.Tensor:
+    """Contiguous with the strides of its shape: a lone row may be contiguous at any stride, and a graph is not."""
+    return piece.contiguous().view(-1).view(piece.shape)
 
 
 def _pair(temperature: torch.Tensor | None, rows: int, logits: torch.Tensor) -> Pair | None:
-    return None if temperature is None else temperature_pair(xp, _normal(temperature), rows, logits)
+    pair = None if temperature is None else temperature_pair(xp, _normal(temperature), rows, logits)
+    return pair and (pair[0].to(logits.device), pair[1].to(logits.device))
 
 
 def _pieces(logits: torch.Tensor, vocab: int) -> Iterator[tuple[torch.Tensor, slice]]:
@@ -181,7 +188,7 @@ def _pieces(logits: torch.Tensor, vocab: int) -> Iterator[tuple[torch.Tensor, sl
     first = 0
     for view in _row_views(_normal(logits), vocab):
         for part in compiled.pieces(view.shape[0], vocab, view.device):
-            yield view[part].contiguous(), slice(first + part.start, first + part.stop)
+            yield _plain(view[part]), slice(first + part.start, first + part.stop)
         first += view.shape[0]
 
 

@@ -2,19 +2,21 @@
 
 Dynamo keeps at most eight graphs a code object and then falls back to eager in silence. So each (function, V, dtype,
 options, rows) has a code object of its own, and every input is normalised before it: two dimensions, contiguous, ids
-int64, detached, grad mode, autocast and inference mode off.
+int64, detached, grad mode, autocast and inference mode off. What else Dynamo would guard a graph on is global state
+that the core does not read; the number of threads, which Inductor writes into its code, is part of the key.
 
 On a CPU the row count of a graph is fixed: with a dynamic one, Inductor no longer fuses the maximum and the sum of a
 block into one pass over the cache. Rows are worked off in pieces of three sizes, the last of which may overlap the one
 before it: no more than three graphs, and mostly one, serve every batch. On an accelerator one graph takes any number
-of rows.
+of rows. `policy` says which of the two a kind of device gets. Where nothing compiles, the core runs eagerly on pieces
+of the rows.
 """
 
 import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import array_api_compat.torch as xp
 import torch
@@ -22,9 +24,21 @@ import torch
 from xlogprobs.accurate import Pair
 from xlogprobs.backend import logprob_rows
 from xlogprobs.gradient import gradient
-from xlogprobs.summary import Layout, Primitives, Summary
+from xlogprobs.summary import Layout, Primitives, Summary, summarize
+from xlogprobs_torch import npu
 
 PIECE, LARGE, SMALL = 1 << 23, 256, 8  # entries and rows of the largest piece on a CPU, rows of the middle one
+MOST_ROWS = 1 << 16  # of a piece in eager code: a small vocabulary's piece ends there
+GLOBAL_GUARDS = frozenset(
+    {
+        "AUTOGRAD_SAVED_TENSORS_HOOKS",
+        "DEFAULT_DEVICE",
+        "DETERMINISTIC_ALGORITHMS",
+        "GLOBAL_STATE",
+        "GRAD_MODE",
+        "TORCH_FUNCTION_STATE",
+    }
+)
 NO_FLOAT64 = frozenset({"mps", "npu"})
 
 Rows = Callable[..., Any]
@@ -34,6 +48,29 @@ _compiled: dict[tuple[Any, ...], Rows] = {}
 _without_compiler: set[str] = set()
 
 
+class Policy(NamedTuple):
+    """How one kind of device is served."""
+
+    fixed_rows: bool
+    """A graph for each of a few row counts, not one for any."""
+    width: int
+    """Of a block."""
+
+
+def policy(device_type: str) -> Policy:
+    """Blocks of a CPU's first-level cache; on an accelerator those that Inductor holds in registers (its persistent
+    reductions end at 1024), so that either way each logit comes from memory once."""
+    return Policy(True, 512) if device_type == "cpu" else Policy(False, 1024)
+
+
+def compiles(device: torch.device) -> bool:
+    """Whether torch.compile is the way to run there: not on an NPU whose torch_npu brings no compiler, nor after a
+    compiler failed."""
+    if device.type in _without_compiler:
+        return False
+    return device.type != "npu" or npu.compiler() is not None
+
+
 def has_float64(device: torch.device) -> bool:
     if device.type == "xpu":
         return bool(torch.xpu.get_device_properties(device).has_fp64)
@@ -41,24 +78,35 @@ def has_float64(device: torch.device) -> bool:
 
 
 def layout(vocab: int, device: torch.device) -> Layout:
-    """Blocks of a CPU's first-level cache; on an accelerator those that Inductor holds in registers (its persistent
-    reductions end at 1024), so that either way each logit comes from memory once."""
-    return Layout(vocab, 512 if device.type == "cpu" else 1024)
+    return Layout(vocab, policy(device.type).width)
 
 
 def widen(_: Any, x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
+def take(_: Any, x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    return x.gather(1, columns)
+
+
+def window(_: Any, x: torch.Tensor, start: torch.Tensor, width: int) -> torch.Tensor:
+    """Through a view of all windows, so that Inductor sees contiguous columns and vectorises over them."""
+    return x.unfold(1, width, 1)[torch.arange(x.shape[0], device=x.device), start]
+
+
 def primitives(device: torch.device) -> Primitives:
-    return Primitives(xp, has_float64=has_float64(device), widen=widen)
+    return Primitives(xp, has_float64=has_float64(device), widen=widen, take=take, window=window)
 
 
 def pieces(rows: int, vocab: int, device: torch.device) -> Iterator[slice]:
     """Row slices in the sizes that are compiled; they may overlap, since a row's bits do not depend on its piece."""
     if rows == 0:
         return
-    if device.type != "cpu":
+    if not compiles(device):
+        step = max(1, min(MOST_ROWS, PIECE // vocab))
+        yield from (slice(first, min(first + step, rows)) for first in range(0, rows, step))
+        return
+    if not policy(device.type).fixed_rows:
         yield slice(0, rows)
         return
     largest = max(SMALL, min(LARGE, PIECE // vocab))
@@ -73,15 +121,22 @@ def pieces(rows: int, vocab: int, device: torch.device) -> Iterator[slice]:
 
 def forward(x: torch.Tensor, ids: torch.Tensor, temperature: Pair | None) -> tuple[torch.Tensor, Summary]:
     """Log-probabilities (N, K) and summaries of contiguous rows (N, V)."""
-    return _run(_forward, x, ids, temperature)
+    result: tuple[torch.Tensor, Summary] = _run(_forward, x, ids, temperature)
+    return result
 
 
 def backward(
     x: torch.Tensor, ids: torch.Tensor, upstream: torch.Tensor, summary: Summary, temperature: Pair | None
 ) -> torch.Tensor:
     """Gradient (N, V) in the dtype of the rows."""
+    row: torch.Tensor
     row, columns, at_columns = _run(_backward, x, ids, upstream, summary, temperature)
     return row.scatter_(1, columns, at_columns)
+
+
+def summary(x: torch.Tensor, temperature: Pair | None) -> Summary:
+    """Summaries of rows (N, V), eagerly."""
+    return summarize(x, temperature, layout(x.shape[1], x.device), primitives(x.device))
 
 
 def _forward(x: torch.Tensor, ids: torch.Tensor, temperature: Pair | None) -> tuple[torch.Tensor, Summary]:
@@ -97,12 +152,13 @@ def _backward(
 
 def _run(function: Rows, x: torch.Tensor, ids: torch.Tensor, *rest: Any) -> Any:
     device = x.device
-    if device.type in _without_compiler:
+    if not compiles(device):
         return function(x, ids, *rest)
-    fixed = device.type == "cpu"
+    fixed = policy(device.type).fixed_rows
     has_temperature = rest[-1] is not None
     key = (
-        function.__name__, device.type, x.shape[1], x.dtype, ids.shape[1], has_temperature, x.shape[0] if fixed else 0
+        function.__name__, device.type, x.shape[1], x.dtype, ids.shape[1], has_temperature,
+        x.shape[0] if fixed else None, torch.get_num_threads() if device.type == "cpu" else None,
     )  # fmt: skip
     arguments = _any_rows(fixed, x, ids, *rest)
     graph = _compiled.get(key)
@@ -110,7 +166,7 @@ def _run(function: Rows, x: torch.Tensor, ids: torch.Tensor, *rest: Any) -> Any:
         return graph(*arguments)
     with _lock:  # one thread compiles, the others of a first call together wait for it
         if key not in _compiled:
-            graph = torch.compile(_own_code(function), dynamic=False if fixed else None, fullgraph=True)
+            graph = _compile(function, device.type)
             try:
                 result = graph(*arguments)
             except Exception as error:
@@ -122,6 +178,18 @@ def _run(function: Rows, x: torch.Tensor, ids: torch.Tensor, *rest: Any) -> Any:
             _compiled[key] = graph
             return result
     return _compiled[key](*arguments)
+
+
+def _compile(function: Rows, device_type: str) -> Rows:
+    backend = (npu.compiler() if device_type == "npu" else None) or "inductor"
+    options: dict[str, Any] = (
+        {"guard_filter_fn": _without_global_guards} if hasattr(torch.compiler, "skip_guard_on_globals_unsafe") else {}
+    )
+    return torch.compile(_own_code(function), dynamic=False, fullgraph=True, backend=backend, options=options)
+
+
+def _without_global_guards(guards: list[Any]) -> list[bool]:
+    return [guard.guard_type not in GLOBAL_GUARDS for guard in guards]
 
 
 def _own_code(function: Rows) -> Rows:

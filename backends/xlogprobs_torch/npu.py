@@ -1,8 +1,10 @@
-"""Ascend NPU: what torch_npu offers where its Inductor is missing.
+"""Ascend NPU: the compiler that torch_npu brings, and its fused cross-entropy where there is none.
 
-Chosen by the device type "npu", which torch_npu gives its tensors. Source of the operator's signature: the Ascend
-documentation of torch_npu.npu_cross_entropy_loss; it takes logits (N, C) and int64 labels (N,) and nothing of more
-dimensions.
+Chosen by the device type "npu", which torch_npu gives its tensors. No NPU was at hand when this was written: the
+choice and the calls are tested on a stand-in device. What torch_npu offers is stated in its own sources and manual:
+`torch_npu._inductor` registers Inductor's code generation for npu when it is imported (it needs Triton for Ascend);
+the other compiler, the graph engine behind backend="npu", is left out, since without it torch_npu registers a
+stand-in of that name which compiles nothing.
 """
 
 import functools
@@ -14,45 +16,58 @@ import torch
 
 from xlogprobs.accurate import Pair
 from xlogprobs.contract import IGNORED, INVALID
-from xlogprobs.summary import Summary, summarize
-from xlogprobs_torch import compiled
 
 
 @functools.cache
 def compiler() -> str | None:
-    """The torch.compile backend of torch_npu, None where it brings none: its Inductor needs Triton for Ascend."""
+    """The torch.compile backend for npu, None where torch_npu brings none that works here."""
     if importlib.util.find_spec("torch_npu") is None:
         return None
-    has_inductor = importlib.util.find_spec("torch_npu._inductor") is not None
-    return "inductor" if has_inductor and importlib.util.find_spec("triton") is not None else None
+    try:
+        importlib.import_module("torch_npu._inductor")
+        from torch._inductor.codegen.common import get_scheduling_for_device
+    except Exception:  # of any kind: it patches Inductor and Triton as it is imported
+        return None
+    return "inductor" if get_scheduling_for_device("npu") is not None else None
 
 
 @functools.cache
 def fused_operator() -> Any | None:
+    """torch_npu.npu_cross_entropy_loss, None where there is none."""
     if importlib.util.find_spec("torch_npu") is None:
         return None
     return getattr(importlib.import_module("torch_npu"), "npu_cross_entropy_loss", None)
 
 
-def fused_only(x: torch.Tensor) -> bool:
-    """Whether torch_npu's fused cross-entropy is the way to run these rows."""
-    return x.device.type == "npu" and compiler() is None and fused_operator() is not None and x.dtype != torch.float64
+def execution() -> str:
+    """How calls on an NPU run."""
+    if name := compiler():
+        return f"torch.compile ({name})"
+    return "torch_npu.npu_cross_entropy_loss" if fused_operator() is not None else "eager"
+
+
+def takes(x: torch.Tensor) -> bool:
+    """Whether the fused operator is there for rows of this dtype."""
+    return fused_operator() is not None and x.dtype != torch.float64
 
 
 def fused_logprobs(x: torch.Tensor, ids: torch.Tensor, temperature: Pair | None) -> torch.Tensor:
-    """Log-probabilities (N, K) of encoded ids (N, K): minus the first output of the fused loss, one call an id."""
+    """Log-probabilities (N, K) of encoded ids (N, K): minus the first output of the fused loss, one call an id.
+
+    The operator takes logits (N, V), 0 < N <= 200000, and int64 labels (N,) in [0, V), and returns (loss, log_prob,
+    zloss, lse_for_zloss), the loss in the dtype of the logits. Its own subtraction of the log-sum-exp is in float32,
+    so the rows' maximum is taken off first, and with it a common offset.
+    """
     operator: Any = fused_operator()
-    scaled = x.float() if temperature is None else x.float() / temperature[0][:, None]
+    wide = x.float()
+    top = wide.amax(-1, keepdim=True)
+    scaled = wide - torch.where(top == -float("inf"), torch.zeros_like(top), top)
+    if temperature is not None:
+        scaled = scaled / temperature[0][:, None]
     safe = ids.clamp_min(0)
     columns = [-operator(scaled, safe[:, k].contiguous(), reduction="none")[0].reshape(-1) for k in range(ids.shape[1])]
     result = torch.stack(columns, dim=1)
-    # the operator states no result for a row without a distribution: say NaN, as everywhere
-    supported = torch.isfinite(scaled.amax(-1, keepdim=True))
-    result = torch.where(supported, result, torch.full_like(result, float("nan")))
-    result = torch.where(ids == INVALID, torch.full_like(result, float("nan")), result)
-    return torch.where(ids == IGNORED, torch.zeros_like(result), result).clamp_max(0)
-
-
-def summary(x: torch.Tensor, temperature: Pair | None) -> Summary:
-    """The rows' summary for the backward pass, by the core eagerly."""
-    return summarize(x, temperature, compiled.layout(x.shape[1], x.device), compiled.primitives(x.device))
+    # the manual states no result for a row without a distribution
+    supported = torch.isfinite(top)
+    result = torch.where(supported & (ids != INVALID), result, torch.full_like(result, float("nan")))
+    return torch.where(ids == IGNORED, torch.zeros_like(result), result.clamp_max(0))

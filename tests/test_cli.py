@@ -1,0 +1,360 @@
+"""The command line: what it prints, and its exit codes."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("typer", reason="the command line needs typer")
+pytest.importorskip("rich", reason="the command line needs rich")
+
+from typer.testing import CliRunner
+
+import xlogprobs
+from xlogprobs import commands, logprobs
+from xlogprobs.commands import app, logprob_text
+
+SMOLLM2 = str(Path(__file__).parent / "data" / "smollm2.safetensors")
+
+
+@pytest.fixture(autouse=True)
+def plain_wide_output(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def cells(result):
+    """The table's body, a list of its cells for each line."""
+    lines = [line for line in result.stdout.splitlines() if line.startswith(("│", "|"))]
+    return [[cell.strip() for cell in line.strip("│|").replace("|", "│").split("│")] for line in lines]
+
+
+def totals(result):
+    lines = [line.split(maxsplit=1) for line in result.stdout.splitlines()]
+    return {line[0]: line[1].strip() for line in lines if len(line) == 2 and line[0].isalpha()}
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """Write an .npz of logits of some shape, and return its path, the logits and the ids."""
+
+    def write(shape=(2, 5, 11), ids=None, **arrays):
+        rng = np.random.default_rng(1)
+        logits = rng.standard_normal(shape).astype(np.float32)
+        ids = rng.integers(0, shape[-1], shape[:-1]) if ids is None else ids
+        path = tmp_path / "stored.npz"
+        np.savez(path, logits=logits, ids=ids, **arrays)
+        return path, logits, ids
+
+    return write
+
+
+def test_score_prints_every_position_of_the_real_file_with_its_token():
+    result = run("score", SMOLLM2)
+    assert result.exit_code == 0, result.output
+    table = cells(result)
+    assert len(table) == 57
+    assert table[3][:3] == ["3", "283", "' m'"]
+    assert float(table[0][3]) == pytest.approx(-16.667498, abs=1e-6)
+    assert table[25] == ["25", "878", "'ily'", "-7.516e-05"]
+    assert "left out" not in result.stdout
+    figures = totals(result)
+    assert float(figures["sum"]) == pytest.approx(sum(float(row[3]) for row in table), abs=1e-4)
+    assert float(figures["perplexity"]) == pytest.approx(np.exp(-float(figures["mean"])), rel=1e-5)
+    assert figures["positions"] == "57"
+    assert figures["time"].endswith(" s")
+
+
+def test_token_text_is_shown_as_a_literal(stored):
+    tokens = ["\n", " a ", "[bold]", ":smile:", "\x1b[31m", "'", "|", "é", "", "b"]
+    path, _, _ = stored(metadata=np.array(json.dumps({"tokens": json.dumps(tokens)})))
+    output = run("score", path).stdout
+    for text in ("'\\n'", "' a '", "'[bold]'", "':smile:'", "'\\x1b[31m'", '"\'"', "''"):
+        assert text in output
+    assert "\x1b" not in output
+
+
+def test_without_tokens_there_is_no_token_column(stored):
+    result = run("score", stored()[0])
+    assert "token" not in result.stdout
+    assert all(len(row) == 3 for row in cells(result))
+
+
+def test_a_position_in_a_batch_is_shown_with_all_its_indices(stored):
+    path, logits, ids = stored()
+    table = cells(run("score", path))
+    assert [row[0] for row in table] == [f"({b}, {s})" for b in range(2) for s in range(5)]
+    assert [float(row[2]) for row in table] == pytest.approx(logprobs(logits, ids).ravel().tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "shown", "left_out"),
+    [
+        (64, (), list(range(64)), None),
+        (2000, (), [*range(32), *range(1968, 2000)], "1,936"),
+        (10, ("--rows", 3), [0, 1, 9], "7"),
+        (10, ("--rows", 1), [0], "9"),
+        (10, ("--rows", 10), list(range(10)), None),
+        (10, ("--rows", 0), [], None),
+        (0, (), [], None),
+    ],
+)
+def test_a_long_table_shows_head_and_tail_and_says_what_it_leaves_out(stored, size, options, shown, left_out):
+    result = run("score", stored((size, 11))[0], *options)
+    assert result.exit_code == 0, result.output
+    assert [int(row[0]) for row in cells(result)] == shown
+    assert ("left out" in result.stdout) == (left_out is not None)
+    if left_out:
+        assert (
+            f"{left_out} positions after the first {(len(shown) + 1) // 2} left out; --rows {size} shows all"
+            in result.stdout
+        )
+    assert totals(result)["positions"] == str(size) if size < 1000 else f"{size:,}"
+
+
+def test_ignored_positions_are_shown_as_ignored_and_not_counted(stored):
+    path, logits, ids = stored((4, 11), np.array([3, -100, 5, -100]))
+    result = run("score", path, "--ignore-index", -100)
+    assert [row[2] for row in cells(result)][1::2] == ["ignored", "ignored"]
+    figures = totals(result)
+    assert figures["positions"] == "2 (2 ignored)"
+    assert float(figures["sum"]) == pytest.approx(logprobs(logits[::2], ids[::2]).sum(), abs=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (-7.516e-05, "-7.516e-05"),
+        (-1e-30, "-1.000e-30"),
+        (-0.0012124, "-0.001212"),
+        (-16.66749849, "-16.667498"),
+        (-1.5e8, "-1.500e+08"),
+        (0.0, "0.000000"),
+        (-np.inf, "-inf"),
+        (np.nan, "nan"),
+    ],
+)
+def test_a_logprob_shows_at_least_four_digits_whatever_its_size(value, text):
+    assert logprob_text(np.float32(value)) == text
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "out.npz"])
+def test_output_holds_the_logprobs_the_ids_and_the_metadata(tmp_path, name):
+    safetensors = pytest.importorskip("safetensors", reason="reads the output")
+    out = tmp_path / name
+    result = run("score", SMOLLM2, "-o", out, "--rows", 0)
+    assert result.exit_code == 0, result.output
+    assert name in result.stdout.replace("\n", "")
+    with safetensors.safe_open(SMOLLM2, "np") as file:
+        metadata, ids = file.metadata(), file.get_tensor("ids")
+    if name.endswith("npz"):
+        with np.load(out) as file:
+            back, kept = dict(file), json.loads(str(file["metadata"]))
+    else:
+        with safetensors.safe_open(out, "np") as file:
+            back, kept = file.get_tensors(), file.metadata()
+    assert kept == metadata
+    np.testing.assert_array_equal(back["ids"], ids)
+    assert back["logprobs"].dtype == np.float32
+    assert float(totals(result)["sum"]) == pytest.approx(back["logprobs"].sum(dtype=np.float64), abs=1e-6)
+
+
+def test_an_npy_pair_is_scored(tmp_path, stored):
+    _, logits, ids = stored((3, 11))
+    np.save(tmp_path / "logits.npy", logits)
+    np.save(tmp_path / "ids.npy", ids)
+    result = run("score", tmp_path / "logits.npy", "--ids", tmp_path / "ids.npy", "--temperature", 2)
+    expected = logprobs(logits, ids, temperature=2.0)
+    assert [float(row[2]) for row in cells(result)] == pytest.approx(expected.tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nothing.npz",), "there is no file nothing.npz"),
+        (("stored.npz", "-o", "out.csv"), "ends in .safetensors or .npz"),
+        (("stored.npz", "-o", "nowhere/out.npz"), "there is no folder"),
+        (("stored.npz", "-o", "stored.npz"), "would overwrite an input"),
+        (("stored.npz", "--temperature", 0), "temperature is 0.0; expected a finite number above 0"),
+        (("unnamed.npz",), "has no `logits` and no `ids`; it holds a float64 (3, 4), b int64 (3,)"),
+        (("outside.npz",), "ids[1] is 11, outside [0, 11)"),
+    ],
+)
+def test_a_call_that_has_to_change_exits_with_2_and_one_line(tmp_path, monkeypatch, stored, arguments, message):
+    np.savez(tmp_path / "unnamed.npz", a=np.zeros((3, 4)), b=np.zeros(3, np.int64))
+    np.savez(tmp_path / "outside.npz", logits=np.zeros((2, 11)), ids=np.array([0, 11]))
+    stored()
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.chdir(tmp_path)
+    result = run("score", *arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("xlogprobs: ")
+    assert message in result.stderr
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (ImportError('--backend torch needs torch: pip install "xlogprobs[torch]"'), 'pip install "xlogprobs[torch]"'),
+    ],
+)
+def test_a_run_that_fails_exits_with_1_and_one_line(monkeypatch, stored, failure, message):
+    def fail(*_, **__):
+        raise failure
+
+    monkeypatch.setattr(commands, "score_stored", fail)
+    result = run("score", stored()[0])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert len(result.stderr.splitlines()) == 1
+    assert message in result.stderr
+
+
+def test_an_interrupted_run_writes_nothing(tmp_path, monkeypatch, stored):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    path, _, _ = stored()
+    monkeypatch.setattr("os.replace", interrupt)
+    result = run("score", path, "-o", tmp_path / "out.npz")
+    assert result.exit_code not in (0, 2)
+    assert "Traceback" not in result.output
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("terminal", "options", "expected"), [(True, (), True), (True, ("-q",), False), (False, (), False)]
+)
+def test_progress_goes_to_standard_error_of_a_terminal_only(monkeypatch, stored, terminal, options, expected):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1" if terminal else "0")
+    result = run("score", stored()[0], *options)
+    assert ("scoring" in result.stderr) == expected
+    assert "scoring" not in result.stdout
+
+
+def test_info_names_every_backend_and_why_one_is_missing(monkeypatch):
+    monkeypatch.setattr(
+        xlogprobs,
+        "backends",
+        lambda: [
+            xlogprobs.BackendInfo("numpy", True, "2.4", ["cpu"], "row pieces over 2 threads"),
+            xlogprobs.BackendInfo("torch", False, why_not='torch is not installed: pip install "xlogprobs[torch]"'),
+        ],
+    )
+    result = run("info")
+    assert cells(result) == [
+        ["numpy", "2.4", "cpu", "row pieces over 2 threads", ""],
+        ["torch", "not installed", "-", "-", 'torch is not installed: pip install "xlogprobs[torch]"'],
+    ]
+
+
+def test_info_shows_the_backends_of_this_machine():
+    result = run("info")
+    assert result.exit_code == 0, result.output
+    assert [row[0] for row in cells(result) if row[0]] == [backend.name for backend in xlogprobs.backends()]
+
+
+@pytest.fixture
+def measure_one_case(monkeypatch):
+    """Cut the parity matrix down to its first case and the NumPy columns, after a change to these."""
+    measure = commands.parity_matrix.measure
+    numpy_columns = [column for column in commands.parity_matrix.COLUMNS if column.backend == "numpy"]
+    first = commands.parity_matrix.cases(True)[:1]
+
+    def cut_down(**change):
+        columns = [dataclasses.replace(column, **change) for column in numpy_columns]
+        monkeypatch.setattr(
+            commands.parity_matrix,
+            "measure",
+            lambda quick, **options: measure(quick, columns=columns, rows=first, **options),
+        )
+
+    assert numpy_columns
+    return cut_down
+
+
+def test_parity_prints_its_matrix(measure_one_case):
+    measure_one_case()
+    result = run("parity", "--quick")
+    assert result.exit_code == 0, result.output
+    assert "numpy" in result.stdout
+
+
+def test_parity_prints_json_and_nothing_else(measure_one_case):
+    measure_one_case()
+    result = run("parity", "--quick", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_parity_exits_with_1_where_a_result_is_outside_the_bound(measure_one_case, options):
+    measure_one_case(compute=lambda column, logits, ids, temperature: np.zeros(ids.shape, np.float32))
+    result = run("parity", "--quick", *options)
+    assert result.exit_code == 1
+    assert "FAIL" in result.stdout
+
+
+def test_version_is_the_package_version():
+    assert run("--version").stdout.strip() == f"xlogprobs {xlogprobs.__version__}"
+
+
+def python(*arguments):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_python_dash_m_runs_the_command_line():
+    result = python("-m", "xlogprobs", "score", SMOLLM2, "--rows", "2")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "perplexity  13.0062" in result.stdout
+
+
+def test_score_with_numpy_needs_neither_torch_nor_jax():
+    program = f"""
+import sys
+sys.modules.update(torch=None, jax=None)
+sys.argv = ["xlogprobs", "score", {SMOLLM2!r}, "--rows", "0"]
+from xlogprobs.cli import main
+main()
+"""
+    result = python("-c", program)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "perplexity  13.0062" in result.stdout
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_a_backend_that_is_not_installed_is_named_with_its_install_command(backend):
+    program = f"""
+import sys
+sys.modules[{backend!r}] = None
+sys.argv = ["xlogprobs", "score", {SMOLLM2!r}, "--backend", {backend!r}]
+from xlogprobs.cli import main
+main()
+"""
+    result = python("-c", program)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == f'xlogprobs: --backend {backend} needs {backend}: pip install "xlogprobs[{backend}]"\n'
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_the_extra_the_command_says_what_to_install(missing):
+    program = f"""
+import sys
+sys.modules[{missing!r}] = None
+from xlogprobs.cli import main
+main()
+"""
+    result = python("-c", program)
+    assert result.returncode == 1
+    assert result.stderr == f'xlogprobs: the command line needs {missing}: pip install "xlogprobs[cli]"\n'
