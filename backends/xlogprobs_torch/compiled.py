@@ -26,6 +26,7 @@ from xlogprobs.backend import logprob_rows
 from xlogprobs.gradient import gradient
 from xlogprobs.summary import Layout, Primitives, Summary, summarize
 from xlogprobs_torch import npu
+from xlogprobs_torch.exponential import exp_of_nonpositive
 
 PIECE, LARGE, SMALL = 1 << 23, 256, 8  # entries and rows of the largest piece on a CPU, rows of the middle one
 MOST_ROWS = 1 << 16  # of a piece in eager code: a small vocabulary's piece ends there
@@ -60,7 +61,7 @@ class Policy(NamedTuple):
 def policy(device_type: str) -> Policy:
     """Blocks of a CPU's first-level cache; on an accelerator those that Inductor holds in registers (its persistent
     reductions end at 1024), so that either way each logit comes from memory once."""
-    return Policy(True, 512) if device_type == "cpu" else Policy(False, 1024)
+    return Policy(True, 496) if device_type == "cpu" else Policy(False, 1024)
 
 
 def compiles(device: torch.device) -> bool:
@@ -78,7 +79,12 @@ def has_float64(device: torch.device) -> bool:
 
 
 def layout(vocab: int, device: torch.device) -> Layout:
-    return Layout(vocab, policy(device.type).width)
+    fixed, width = policy(device.type)
+    if fixed and vocab % width == 0 and vocab > width:
+        # Blocks that fill the row become one loop with the rows. Inductor then takes it for the loop over rows of the
+        # merge, finds the two to differ after it has fused them, and gives up fusing maximum and sum as well.
+        width += 16
+    return Layout(vocab, width)
 
 
 def widen(_: Any, x: torch.Tensor) -> torch.Tensor:
@@ -94,8 +100,20 @@ def window(_: Any, x: torch.Tensor, start: torch.Tensor, width: int) -> torch.Te
     return x.unfold(1, width, 1)[torch.arange(x.shape[0], device=x.device), start]
 
 
+def sum_exp(_: Any, block: torch.Tensor, maximum: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
+    """`xlogprobs.summary.sum_exp`; compiled for a CPU, float32 takes the exponential that Inductor inlines.
+
+    Half precision keeps the library's: Inductor does not vectorise a bitcast in its loops over 16-bit numbers.
+    """
+    scaled = widen(xp, block) - maximum[..., None]
+    if temperature is not None:
+        scaled = scaled / temperature[..., None]
+    inlined = torch.compiler.is_compiling() and block.device.type == "cpu" and block.dtype == torch.float32
+    return torch.sum(exp_of_nonpositive(scaled) if inlined else torch.exp(scaled), -1)
+
+
 def primitives(device: torch.device) -> Primitives:
-    return Primitives(xp, has_float64=has_float64(device), widen=widen, take=take, window=window)
+    return Primitives(xp, has_float64=has_float64(device), widen=widen, take=take, window=window, sum_exp=sum_exp)
 
 
 def pieces(rows: int, vocab: int, device: torch.device) -> Iterator[slice]:
@@ -168,7 +186,9 @@ def _run(function: Rows, x: torch.Tensor, ids: torch.Tensor, *rest: Any) -> Any:
         if key not in _compiled:
             graph = _compile(function, device.type)
             try:
-                result = graph(*arguments)
+                with warnings.catch_warnings():  # a deprecation inside the compiler is no failure of it
+                    warnings.simplefilter("ignore")
+                    result = graph(*arguments)
             except Exception as error:
                 result = function(*arguments)  # an error of the call itself, and not of its compilation, shows here
                 _without_compiler.add(device.type)
@@ -182,10 +202,19 @@ def _run(function: Rows, x: torch.Tensor, ids: torch.Tensor, *rest: Any) -> Any:
 
 def _compile(function: Rows, device_type: str) -> Rows:
     backend = (npu.compiler() if device_type == "npu" else None) or "inductor"
-    options: dict[str, Any] = (
-        {"guard_filter_fn": _without_global_guards} if hasattr(torch.compiler, "skip_guard_on_globals_unsafe") else {}
-    )
+    options: dict[str, Any] = {}
+    if hasattr(torch.compiler, "skip_guard_on_globals_unsafe"):
+        options["guard_filter_fn"] = _without_global_guards
+    if device_type == "cpu" and backend == "inductor" and _can_contract():
+        options["cpp.enable_floating_point_contract_flag"] = "fast"  # a * b + c in one instruction, rounded once
     return torch.compile(_own_code(function), dynamic=False, fullgraph=True, backend=backend, options=options)
+
+
+def _can_contract() -> bool:
+    """Whether this torch takes a mode of contraction: earlier ones have a bool there."""
+    from torch._inductor import config
+
+    return isinstance(getattr(config.cpp, "enable_floating_point_contract_flag", None), str)
 
 
 def _without_global_guards(guards: list[Any]) -> list[bool]:
