@@ -63,6 +63,10 @@ def window(xp: Any, x: Array, start: Array, width: int) -> Array:
     return take(xp, x, start[:, None] + xp.arange(width, dtype=start.dtype, device=device_of(x))[None, :])
 
 
+def sum_last_axis(xp: Any, terms: Array) -> Array:
+    return xp.sum(terms, axis=-1)
+
+
 def sum_exp(xp: Any, block: Array, maximum: Array, temperature: Array | None) -> Array:
     """Sum over the last axis of e^((x - m) / T); ``maximum`` and ``temperature`` have the shape without that axis."""
     scaled = widen(xp, block) - maximum[..., None]
@@ -86,6 +90,7 @@ class Primitives:
     take: Callable[[Any, Array, Array], Array] = take
     window: Callable[[Any, Array, Array, int], Array] = window
     sum_exp: Callable[[Any, Array, Array, Array | None], Array] = sum_exp
+    sum_last_axis: Callable[[Any, Array], Array] = sum_last_axis
 
 
 class Summary(NamedTuple):
@@ -136,7 +141,7 @@ def _without_maximum(
     # the last block's window begins in the block before it, where vocab is no multiple of width
     own = xp.arange(layout.width, dtype=start.dtype, device=device_of(x))[None, :] >= (start - first)[:, None]
     zero, one = xp.zeros_like(scaled), xp.ones_like(scaled)
-    below = xp.sum(xp.where(own & (scaled < 0), xp.exp(scaled), zero), axis=-1)
+    below = prim.sum_last_axis(xp, xp.where(own & (scaled < 0), xp.exp(scaled), zero))
     ties = xp.sum(xp.where(own & (scaled == 0), one, zero), axis=-1)
     return below + xp.where(ties > 1, ties - 1, xp.zeros_like(ties))
 

@@ -17,11 +17,13 @@ from xlogprobs.accurate import Pair
 from xlogprobs.backend import ArrayApiBackend, BackendInfo, logprob_rows
 from xlogprobs.contract import IGNORED, INVALID, Call, temperature_pair
 from xlogprobs.gradient import probability
-from xlogprobs.summary import Layout, Primitives, Summary, widen
+from xlogprobs.summary import Layout, Primitives, Summary, sum_exp, widen
 
 barrier: Any = lax.optimization_barrier
 
 WIDTH = 1024  # about the block width where the vocabulary has no better divisor
+
+SMALL = 1 << 13  # a row from here on is summed by XLA's own reduction, whose code is then the same for any batch
 
 
 @lru_cache
@@ -52,8 +54,31 @@ def window(xp: Any, x: Any, start: Any, width: int) -> Any:
     return jax.vmap(lambda row, first: lax.dynamic_slice(row, (first,), (width,)))(x, start)
 
 
+def tree_sum(xp: Any, terms: Any) -> Any:
+    """Sum over the last axis by halves. XLA CPU orders a reduction by the size of the whole array, a tree has one
+    order: a row's bits do not depend on the rows beside it."""
+    while (length := terms.shape[-1]) > 1:
+        half = length // 2
+        paired = terms[..., :half] + terms[..., half : 2 * half]
+        terms = paired if length % 2 == 0 else jnp.concatenate([paired, terms[..., 2 * half :]], axis=-1)
+    return terms[..., 0]
+
+
+def tree_sum_exp(xp: Any, block: Any, maximum: Any, temperature: Any | None) -> Any:
+    scaled = widen(jnp, block) - maximum[..., None]
+    return tree_sum(jnp, jnp.exp(scaled if temperature is None else scaled / temperature[..., None]))
+
+
 def primitives(x: Any) -> Primitives:
-    return Primitives(jnp, has_float64=x.dtype == jnp.float64, cut=cut, take=take, window=window)
+    return Primitives(
+        jnp,
+        has_float64=x.dtype == jnp.float64,
+        cut=cut,
+        take=take,
+        window=window,
+        sum_exp=tree_sum_exp if x.shape[1] < SMALL else sum_exp,
+        sum_last_axis=tree_sum,
+    )
 
 
 def _forward(x: Any, ids: Any, temperature: Pair | None) -> tuple[Any, Summary]:
@@ -91,16 +116,20 @@ def _logprobs(logits: Any, ids: Any, temperature: Any) -> Any:
     vocab, many = logits.shape[-1], ids.shape[-1]
     # the caller's graph rounds half-precision logits here, as it would for an array that is printed
     x = barrier(jnp.reshape(logits, (-1, vocab)))
-    rows = x.shape[0]
-    dtype = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     if ids.size == 0:
-        return jnp.zeros(ids.shape, dtype) + jnp.sum(x[:0]).astype(dtype)
+        return jnp.zeros(ids.shape, jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+    rows = ids.size // many
+    flat_ids = jnp.reshape(ids, (rows, many))
     if isinstance(temperature, tuple):  # traced also where it is a number, so that no value compiles anew
         high, low = (jnp.broadcast_to(jnp.reshape(part, -1), (rows,)) for part in temperature)
         pair: Pair | None = (high, low)
     else:
         pair = temperature_pair(jnp, temperature, rows, x)
-    return jnp.reshape(_logprob_rows(x, pair, jnp.reshape(ids, (rows, many))), ids.shape)
+    # XLA divides by one number, broadcast, with other bits than by one number a row
+    pair = barrier(pair)
+    if rows == 1:  # XLA compiles a single row to other code, and to other bits: let it have company
+        x, flat_ids, pair = jax.tree.map(lambda part: barrier(jnp.concatenate([part, part])), (x, flat_ids, pair))
+    return jnp.reshape(_logprob_rows(x, pair, flat_ids)[:rows], ids.shape)
 
 
 _jitted = jax.jit(_logprobs)
