@@ -135,7 +135,7 @@ def test_every_way_agrees_with_float64(outfits, outfit, name):
     assert out.shape == expected.shape
     finite = torch.isfinite(expected)
     torch.testing.assert_close(out[~finite], expected[~finite], rtol=0, atol=0, equal_nan=True)
-    ulps = 2 if outfit in ("fused", "broken") else 1  # the operator rounds its log-sum-exp, then the difference
+    ulps = 2 if outfit in ("fused", "broken") else 1  # the operator's log-sum-exp is float32, rounded once more here
     bound = np.maximum(1e-6, ulps * np.spacing(np.abs(expected[finite].numpy().astype(np.float32))))
     error = (out - expected)[finite].abs().numpy()
     assert (error <= bound).all()
@@ -179,11 +179,11 @@ def test_one_graph_serves_every_number_of_rows(outfits):
         assert compilations[name] == 0, name
 
 
-def test_without_a_compiler_the_fused_operator_runs_once_for_each_id_and_piece(outfits):
+def test_without_a_compiler_the_fused_operator_runs_once_for_each_piece(outfits):
     execution, results = outfits("fused")
     assert execution == "torch_npu.npu_cross_entropy_loss"
     runs = {name: result.get("calls", {}).get("npu_cross_entropy_loss", 0) for name, result in results.items()}
-    assert runs.pop("many ids") == 4
+    assert runs.pop("many ids") == 1
     assert runs.pop("repeated ids") == 3
     assert runs.pop("an empty batch") == 0
     assert runs.pop("transposed") == 2

@@ -221,8 +221,8 @@ def _jax(dtype: Any) -> _Conversion:
     import jax
 
     wide = dtype.itemsize == 8
-    x64: Any = getattr(jax, "enable_x64", None) or jax.experimental.enable_x64  # moved in jax 0.8
-    return _Conversion(jax.numpy.asarray, context=x64(True) if wide else nullcontext())
+    moved: Any = jax if hasattr(jax, "enable_x64") else jax.experimental  # in jax 0.8
+    return _Conversion(jax.numpy.asarray, context=moved.enable_x64(True) if wide else nullcontext())
 
 
 def _array_api(dtype: Any) -> _Conversion:

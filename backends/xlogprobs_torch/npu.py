@@ -12,9 +12,10 @@ import importlib
 import importlib.util
 from typing import Any
 
+import array_api_compat.torch as xp
 import torch
 
-from xlogprobs.accurate import Pair
+from xlogprobs.accurate import Pair, difference, divide, two_sum
 from xlogprobs.contract import IGNORED, INVALID
 
 
@@ -52,21 +53,25 @@ def takes(x: torch.Tensor) -> bool:
 
 
 def fused_logprobs(x: torch.Tensor, ids: torch.Tensor, temperature: Pair | None) -> torch.Tensor:
-    """Log-probabilities (N, K) of encoded ids (N, K): minus the first output of the fused loss, one call an id.
+    """Log-probabilities (N, K) of encoded ids (N, K), from one call of the fused loss.
 
     The operator takes logits (N, V), 0 < N <= 200000, and int64 labels (N,) in [0, V), and returns (loss, log_prob,
-    zloss, lse_for_zloss), the loss in the dtype of the logits. Its own subtraction of the log-sum-exp is in float32,
-    so the rows' maximum is taken off first, and with it a common offset.
+    zloss, lse_for_zloss), the loss in the dtype of the logits. With the row's maximum taken off and its place as the
+    label, the negated loss is -log1p(r): any number of ids is then finished from it, with a single rounding more.
     """
     operator: Any = fused_operator()
     wide = x.float()
-    top = wide.amax(-1, keepdim=True)
-    scaled = wide - torch.where(top == -float("inf"), torch.zeros_like(top), top)
+    top, best = wide.max(-1, keepdim=True)
+    shift = torch.where(top == -float("inf"), torch.zeros_like(top), top)
+    scaled = wide - shift
     if temperature is not None:
         scaled = scaled / temperature[0][:, None]
-    safe = ids.clamp_min(0)
-    columns = [-operator(scaled, safe[:, k].contiguous(), reduction="none")[0].reshape(-1) for k in range(ids.shape[1])]
-    result = torch.stack(columns, dim=1)
+    log_rest = -operator(scaled, best.reshape(-1), reduction="none")[0].reshape(-1, 1)
+    high, low = difference(xp, wide.gather(1, ids.clamp_min(0)), shift)
+    if temperature is not None:
+        high, low = divide(xp, (high, low), (temperature[0][:, None], temperature[1][:, None]))
+    rounded, error = two_sum(high, log_rest)
+    result = torch.where(torch.isfinite(rounded), rounded + (error + low), rounded)
     # the manual states no result for a row without a distribution
     supported = torch.isfinite(top)
     result = torch.where(supported & (ids != INVALID), result, torch.full_like(result, float("nan")))
