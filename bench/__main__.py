@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from bench import readme
 from bench.measure import in_subprocess
 from bench.methods import LIBRARIES, LIMIT, OURS
 
@@ -26,7 +27,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small shapes: a check that it runs, not a measurement")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--output", type=Path, help="write the results as JSON, for example under bench/results/")
+    parser.add_argument("--readme", action="store_true", help="only write the README's tables from bench/results/")
+    parser.add_argument("--check-readme", action="store_true", help="only check that they are those")
     options = parser.parse_args()
+    if options.readme:
+        readme.write()
+        return
+    if options.check_readme:
+        readme.check()
+        return
     cases = [
         (library, rows, vocab, dtype)
         for library in options.backend or LIBRARIES

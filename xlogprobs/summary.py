@@ -58,9 +58,14 @@ def take(xp: Any, x: Array, columns: Array) -> Array:
     return xp.take_along_axis(x, columns, axis=-1)
 
 
-def window(xp: Any, x: Array, start: Array, width: int) -> Array:
-    """``width`` columns of each row of (N, V), from that row's own start (N,)."""
+def window(xp: Any, x: Array, row: Array, start: Array, width: int) -> Array:
+    """``width`` columns of each row of (N, V), from that row's own start; ``row`` is 0 .. N-1."""
     return take(xp, x, start[:, None] + xp.arange(width, dtype=start.dtype, device=device_of(x))[None, :])
+
+
+def over_rows(function: Callable[..., "Summary"], *arrays: Any) -> "Summary":
+    """``function`` of arrays whose first axis is the row; a backend may cut them into pieces."""
+    return function(*arrays)
 
 
 def sum_last_axis(xp: Any, terms: Array) -> Array:
@@ -88,9 +93,10 @@ class Primitives:
     cut: Callable[[Any, Array, int, int, int], Array] = cut
     widen: Callable[[Any, Array], Array] = widen
     take: Callable[[Any, Array, Array], Array] = take
-    window: Callable[[Any, Array, Array, int], Array] = window
+    window: Callable[[Any, Array, Array, Array, int], Array] = window
     sum_exp: Callable[[Any, Array, Array, Array | None], Array] = sum_exp
     sum_last_axis: Callable[[Any, Array], Array] = sum_last_axis
+    over_rows: Callable[..., "Summary"] = over_rows
 
 
 class Summary(NamedTuple):
@@ -120,22 +126,25 @@ def summarize(x: Array, temperature: Pair | None, layout: Layout, prim: Primitiv
         sums.append(xp.reshape(total, (rows, count)))
     maximum = maxima[0] if len(maxima) == 1 else xp.concat(maxima, axis=-1)
     total = sums[0] if len(sums) == 1 else xp.concat(sums, axis=-1)
-    best = xp.argmax(maximum, axis=-1)
-    top = xp.max(maximum, axis=-1)
-    rest = _without_maximum(x, top, best, temperature, layout, prim)
-    others = xp.arange(maximum.shape[-1], dtype=best.dtype, device=device_of(x))[None, :] != best[:, None]
-    return _merge_blocks(maximum, total, others, top, rest, temperature, prim)
+    row = xp.arange(rows, device=device_of(x))
+
+    def merge(row: Array, maximum: Array, total: Array, temperature: Any) -> Summary:
+        # Any, since Dynamo evaluates the annotations of an inner function, and not Pair | None
+        best, top = xp.argmax(maximum, axis=-1), xp.max(maximum, axis=-1)
+        rest = _without_maximum(x, row, best, _finite(xp, top), temperature, layout, prim)
+        return _merge_blocks(maximum, total, best, top, rest, temperature, prim)
+
+    return prim.over_rows(merge, row, maximum, total, temperature)
 
 
 def _without_maximum(
-    x: Array, top: Array, best: Array, temperature: Pair | None, layout: Layout, prim: Primitives
+    x: Array, row: Array, best: Array, top: Array, temperature: Pair | None, layout: Layout, prim: Primitives
 ) -> Array:
     """r of the block that holds the row's maximum: the terms below it, and its ties but one."""
     xp = prim.xp
     start = best * layout.width
     first = xp.where(start > layout.vocab - layout.width, xp.full_like(start, layout.vocab - layout.width), start)
-    entries = prim.widen(xp, prim.window(xp, x, first, layout.width))
-    scaled = entries - _finite(xp, top)[:, None]
+    scaled = prim.widen(xp, prim.window(xp, x, row, first, layout.width)) - top[:, None]
     if temperature is not None:
         scaled = scaled / temperature[0][:, None]
     # the last block's window begins in the block before it, where vocab is no multiple of width
@@ -147,10 +156,11 @@ def _without_maximum(
 
 
 def _merge_blocks(
-    maximum: Array, total: Array, others: Array, top: Array, rest: Array, temperature: Pair | None, prim: Primitives
+    maximum: Array, total: Array, best: Array, top: Array, rest: Array, temperature: Pair | None, prim: Primitives
 ) -> Summary:
     """R = sum of e^((m_b - M) / T) * s_b over the blocks but the best, plus the best block's r."""
     xp = prim.xp
+    others = xp.arange(maximum.shape[-1], dtype=best.dtype, device=device_of(maximum))[None, :] != best[:, None]
     if prim.has_float64:
         wide = xp.float64
         distance = xp.astype(maximum, wide) - xp.astype(_finite(xp, top), wide)[:, None]

@@ -18,11 +18,13 @@ from xlogprobs.backend import ArrayApiBackend, BackendInfo, logprob_rows
 from xlogprobs.contract import IGNORED, INVALID, Call, temperature_pair
 from xlogprobs.gradient import probability
 from xlogprobs.summary import Layout, Primitives, Summary, sum_exp, widen
+from xlogprobs.summary import over_rows as at_once
 
 barrier: Any = lax.optimization_barrier
 
 WIDTH = 1024  # about the block width where the vocabulary has no better divisor
 
+WINDOWS = 1 << 17  # entries of the windows that are worked on at once, 0.5 MB in float32
 SMALL = 1 << 13  # a row from here on is summed by XLA's own reduction, whose code is then the same for any batch
 
 
@@ -50,8 +52,27 @@ def take(xp: Any, x: Any, columns: Any) -> Any:
     return jnp.take_along_axis(x, columns, axis=-1, mode="promise_in_bounds")
 
 
-def window(xp: Any, x: Any, start: Any, width: int) -> Any:
-    return jax.vmap(lambda row, first: lax.dynamic_slice(row, (first,), (width,)))(x, start)
+def window(xp: Any, x: Any, row: Any, start: Any, width: int) -> Any:
+    return jax.vmap(lambda row, start: lax.dynamic_slice(x, (row, start), (1, width))[0])(row, start)
+
+
+def over_rows(width: int, function: Any, *arrays: Any) -> Any:
+    """In pieces, one after the other, so that what ``function`` makes of the windows stays small.
+
+    Not for half precision: XLA would widen all of the logits before the loop begins.
+    """
+    rows = arrays[0].shape[0]
+    step = max(1, WINDOWS // width)
+    whole = rows // step * step
+    if whole < 2 * step:
+        return function(*arrays)
+    pieces = jax.tree.map(lambda array: jnp.reshape(array[:whole], (-1, step, *array.shape[1:])), arrays)
+    results = lax.map(lambda piece: function(*piece), pieces)
+    result = jax.tree.map(lambda array: jnp.reshape(array, (whole, *array.shape[2:])), results)
+    if whole == rows:
+        return result
+    last = function(*jax.tree.map(lambda array: array[whole:], arrays))
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), result, last)
 
 
 def tree_sum(xp: Any, terms: Any) -> Any:
@@ -78,6 +99,7 @@ def primitives(x: Any) -> Primitives:
         window=window,
         sum_exp=tree_sum_exp if x.shape[1] < SMALL else sum_exp,
         sum_last_axis=tree_sum,
+        over_rows=partial(over_rows, block_width(x.shape[1])) if x.dtype.itemsize > 2 else at_once,
     )
 
 

@@ -95,9 +95,9 @@ def take(_: Any, x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return x.gather(1, columns)
 
 
-def window(_: Any, x: torch.Tensor, start: torch.Tensor, width: int) -> torch.Tensor:
+def window(_: Any, x: torch.Tensor, row: torch.Tensor, start: torch.Tensor, width: int) -> torch.Tensor:
     """Through a view of all windows, so that Inductor sees contiguous columns and vectorises over them."""
-    return x.unfold(1, width, 1)[torch.arange(x.shape[0], device=x.device), start]
+    return x.unfold(1, width, 1)[row, start]
 
 
 def sum_exp(_: Any, block: torch.Tensor, maximum: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
