@@ -183,7 +183,7 @@ def test_an_npy_pair_is_scored(tmp_path, stored):
         (("stored.npz", "-o", "out.csv"), "ends in .safetensors or .npz"),
         (("stored.npz", "-o", "nowhere/out.npz"), "there is no folder"),
         (("stored.npz", "-o", "stored.npz"), "would overwrite an input"),
-        (("stored.npz", "--temperature", 0), "temperature is 0.0; expected a finite number above 0"),
+        (("stored.npz", "--temperature", 0), "temperature is 0.0; expected finite and positive"),
         (("unnamed.npz",), "has no `logits` and no `ids`; it holds a float64 (3, 4), b int64 (3,)"),
         (("outside.npz",), "ids[1] is 11, outside [0, 11)"),
     ],

@@ -165,7 +165,7 @@ def check_temperature(backend: "Backend", logits: Array, temperature: Any) -> fl
         raise TypeError(f"temperature is {_what(temperature)}; expected a number, or one per position")
     narrow = backend.dtype_name(logits) != "float64"
     if isinstance(temperature, (int, float)):
-        return _number(temperature, narrow)
+        return temperature_number(temperature, narrow)
     library = array_library(temperature)
     if library is None or library == "numpy":
         temperature = _from_python("temperature", temperature)
@@ -187,7 +187,7 @@ def check_temperature(backend: "Backend", logits: Array, temperature: Any) -> fl
     if source.readable(temperature):
         values = source.to_numpy(temperature).astype(np.float64)
         if shape == () and not source.differentiable(temperature):
-            return _number(float(values), narrow)
+            return temperature_number(float(values), narrow)
         wrong = ~_is_temperature(values, narrow)
         if wrong.any():
             first = tuple(int(i) for i in np.argwhere(wrong)[0])
@@ -202,7 +202,7 @@ def _check_device(backend: "Backend", name: str, array: Array, logits: Array) ->
         raise ValueError(f"{name} is on {own} and logits on {expected}; move one to the other")
 
 
-def _number(temperature: float, narrow: bool) -> float | None:
+def temperature_number(temperature: float, narrow: bool) -> float | None:
     try:
         value = float(temperature)
     except OverflowError:

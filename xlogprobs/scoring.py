@@ -15,6 +15,7 @@ import numpy as np
 
 from xlogprobs.accurate import Array
 from xlogprobs.api import logprobs
+from xlogprobs.contract import temperature_number
 from xlogprobs.stored import InputError, StoredLogits
 
 PIECE_BYTES = 32 << 20
@@ -106,8 +107,10 @@ def score(
     dtype, vocab = stored.logits.dtype, stored.logits.shape[-1]
     ignored = np.zeros(stored.ids.shape, bool) if ignore_index is None else np.asarray(stored.ids == ignore_index)
     _check_range(stored, ignored)
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise InputError(f"temperature is {temperature}; expected a finite number above 0")
+    try:
+        temperature_number(temperature, narrow=dtype.itemsize < 8)
+    except ValueError as error:
+        raise InputError(str(error)) from None
     library = _load(Library(backend), dtype)
     rows = max(1, PIECE_BYTES // (vocab * dtype.itemsize))
     ids = stored.ids.reshape(-1)
