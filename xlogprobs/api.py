@@ -61,8 +61,8 @@ def logprobs(
     >>> import numpy as np
     >>> from xlogprobs import logprobs
     >>> logits = np.log(np.array([[0.1, 0.2, 0.7], [0.25, 0.25, 0.5]], dtype=np.float32))
-    >>> np.exp(logprobs(logits, [2, 0])).round(4).tolist()
-    [0.7, 0.25]
+    >>> np.exp(logprobs(logits, [2, 0])).round(4)
+    array([0.7 , 0.25], dtype=float32)
     >>> logprobs(logits, [[0, 2], [1, 1]]).shape
     (2, 2)
     >>> logprobs(logits, [2, -100], ignore_index=-100)[1]
