@@ -63,6 +63,10 @@ def window(xp: Any, x: Array, row: Array, start: Array, width: int) -> Array:
     return take(xp, x, start[:, None] + xp.arange(width, dtype=start.dtype, device=device_of(x))[None, :])
 
 
+def row_numbers(xp: Any, x: Array) -> Array:
+    return xp.arange(x.shape[0], device=device_of(x))
+
+
 def over_rows(function: Callable[..., "Summary"], *arrays: Any) -> "Summary":
     """``function`` of arrays whose first axis is the row; a backend may cut them into pieces."""
     return function(*arrays)
@@ -96,6 +100,7 @@ class Primitives:
     window: Callable[[Any, Array, Array, Array, int], Array] = window
     sum_exp: Callable[[Any, Array, Array, Array | None], Array] = sum_exp
     sum_last_axis: Callable[[Any, Array], Array] = sum_last_axis
+    row_numbers: Callable[[Any, Array], Array] = row_numbers
     over_rows: Callable[..., "Summary"] = over_rows
 
 
@@ -126,7 +131,7 @@ def summarize(x: Array, temperature: Pair | None, layout: Layout, prim: Primitiv
         sums.append(xp.reshape(total, (rows, count)))
     maximum = maxima[0] if len(maxima) == 1 else xp.concat(maxima, axis=-1)
     total = sums[0] if len(sums) == 1 else xp.concat(sums, axis=-1)
-    row = xp.arange(rows, device=device_of(x))
+    row = prim.row_numbers(xp, x)
 
     def merge(row: Array, maximum: Array, total: Array, temperature: Any) -> Summary:
         # Any, since Dynamo evaluates the annotations of an inner function, and not Pair | None

@@ -100,6 +100,10 @@ def window(_: Any, x: torch.Tensor, row: torch.Tensor, start: torch.Tensor, widt
     return x.unfold(1, width, 1)[row, start]
 
 
+def row_numbers(_: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.arange(x.shape[0], device=x.device)  # the array API's compares the count, which a graph does not know
+
+
 def sum_exp(_: Any, block: torch.Tensor, maximum: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
     """`xlogprobs.summary.sum_exp`; compiled for a CPU, float32 takes the exponential that Inductor inlines.
 
@@ -113,7 +117,15 @@ def sum_exp(_: Any, block: torch.Tensor, maximum: torch.Tensor, temperature: tor
 
 
 def primitives(device: torch.device) -> Primitives:
-    return Primitives(xp, has_float64=has_float64(device), widen=widen, take=take, window=window, sum_exp=sum_exp)
+    return Primitives(
+        xp,
+        has_float64=has_float64(device),
+        widen=widen,
+        take=take,
+        window=window,
+        sum_exp=sum_exp,
+        row_numbers=row_numbers,
+    )
 
 
 def pieces(rows: int, vocab: int, device: torch.device) -> Iterator[slice]:
