@@ -102,17 +102,17 @@ class NumpyBackend(ArrayApiBackend):
         def run(part: slice) -> None:
             x = rows_of(call.logits, part)
             x = x if x.dtype.isnative else x.astype(dtype)
-            out[part] = logprob_rows(x, ids[part], pair and (pair[0][part], pair[1][part]), layout, prim)[0]
+            # infinities and NaNs have defined results here; NumPy's error state belongs to a thread
+            with np.errstate(all="ignore"):
+                out[part] = logprob_rows(x, ids[part], pair and (pair[0][part], pair[1][part]), layout, prim)[0]
 
         step = max(1, (HALF_PIECE if call.logits.dtype.itemsize == 2 else PIECE) // vocab)
         parts = [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
-        with np.errstate(all="ignore"):
-            context_run = quiet(run)
-            if len(parts) == 1 or threads() == 1:
-                for part in parts:
-                    run(part)
-            else:
-                list(self.pool().map(context_run, parts))
+        if len(parts) == 1 or threads() == 1:
+            for part in parts:
+                run(part)
+        else:
+            list(self.pool().map(run, parts))
         return result
 
     def pool(self) -> ThreadPoolExecutor:
@@ -123,16 +123,6 @@ class NumpyBackend(ArrayApiBackend):
 
     def info(self) -> BackendInfo:
         return BackendInfo(self.name, True, np.__version__, ["cpu"], f"the core in row pieces, {threads()} threads")
-
-
-def quiet(run: Any) -> Any:
-    """NumPy's error state belongs to a thread: infinities and NaNs have defined results here, and warn nowhere."""
-
-    def quietly(part: slice) -> None:
-        with np.errstate(all="ignore"):
-            run(part)
-
-    return quietly
 
 
 def rows_of(logits: Any, part: slice) -> Any:
