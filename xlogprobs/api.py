@@ -74,5 +74,4 @@ def logprobs(
     """
     backend = _backend or backend_for(logits)
     call = contract.check(backend, logits, ids, temperature, ignore_index, invalid_ids)
-    result = backend.logprobs(call)
-    return result[..., 0] if call.one_id else result
+    return backend.logprobs(call)

@@ -64,7 +64,7 @@ class Backend(Protocol):
     def from_numpy(self, array: Any, like: Array) -> Array: ...
     def to_numpy(self, array: Array) -> Any: ...
     def logprobs(self, call: Call) -> Array:
-        """Log-probabilities (*logits.shape[:-1], K)."""
+        """Log-probabilities of the shape of the ids."""
         ...
 
     def info(self) -> BackendInfo: ...
@@ -126,9 +126,9 @@ class ArrayApiBackend:
         return Layout(vocab, self.width)
 
     def logprobs(self, call: Call) -> Array:
-        xp, vocab, many = self.namespace(call.logits), call.logits.shape[-1], call.ids.shape[-1]
+        xp, vocab = self.namespace(call.logits), call.logits.shape[-1]
         x = xp.reshape(call.logits, (-1, vocab))
-        ids = xp.reshape(call.ids, (x.shape[0], many))
+        ids = xp.reshape(call.ids, (call.rows, call.many))
         pair = temperature_pair(xp, call.temperature, x.shape[0], x)
         layout, prim = self.layout(vocab), self.primitives(x)
         with np.errstate(all="ignore"):  # for libraries on top of NumPy: infinities and NaNs have defined results here
@@ -137,7 +137,7 @@ class ArrayApiBackend:
                 for part in row_slices(x.shape[0], vocab)
             ]
         dtype = xp.float64 if x.dtype == xp.float64 else xp.float32
-        flat = xp.concat(pieces) if pieces else xp.zeros((0, many), dtype=dtype, device=self.device(x))
+        flat = xp.concat(pieces) if pieces else xp.zeros((0, call.many), dtype=dtype, device=self.device(x))
         return xp.reshape(flat, call.ids.shape)
 
     def info(self) -> BackendInfo:

@@ -27,10 +27,17 @@ class Call(NamedTuple):
 
     logits: Array
     ids: Array
-    """(*logits.shape[:-1], K) in [0, V), or IGNORED, or INVALID."""
+    """logits.shape[:-1] or (*logits.shape[:-1], K) in [0, V), or IGNORED, or INVALID."""
     temperature: float | Array | None
-    one_id: bool
-    """ids came as one per position: the result has no K."""
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.logits.shape[:-1])
+
+    @property
+    def many(self) -> int:
+        """Ids a row: K, or 1."""
+        return int(self.ids.shape[-1]) if len(self.ids.shape) == len(self.logits.shape) else 1
 
 
 def check(
@@ -42,6 +49,8 @@ def check(
     invalid_ids: InvalidIds,
 ) -> Call:
     check_logits(backend, logits)
+    from xlogprobs.backend import numpy_backend
+
     if invalid_ids not in get_args(InvalidIds):
         raise ValueError(
             f"invalid_ids is {invalid_ids!r}; expected one of {', '.join(map(repr, get_args(InvalidIds)))}"
@@ -50,19 +59,18 @@ def check(
         raise TypeError(f"ignore_index is {_what(ignore_index)}; expected an int or None")
     raw, source = check_ids(backend, logits, ids)
     shape, positions = tuple(raw.shape), tuple(logits.shape[:-1])
-    one_id = shape == positions
-    if not one_id and shape[:-1] != positions:
+    if shape != positions and shape[:-1] != positions:
         many = f"({', '.join([*map(str, positions), 'K'])})"
         raise ValueError(
             f"ids has shape {shape}; logits of shape {tuple(logits.shape)} take ids of shape {positions} or {many}"
         )
+    if source.readable(raw):  # NumPy's operations on what is in memory start sooner than another library's
+        raw, source = source.to_numpy(raw), numpy_backend()
     encoded = encode(source.namespace(raw), raw, logits.shape[-1], ignore_index)
     refuse_invalid(source, backend, raw, encoded, logits, ignore_index, invalid_ids)
     if source is not backend:
         encoded = backend.from_numpy(encoded, logits)
-    if one_id:
-        encoded = encoded[..., None]
-    return Call(logits, encoded, check_temperature(backend, logits, temperature), one_id)
+    return Call(logits, encoded, check_temperature(backend, logits, temperature))
 
 
 def check_logits(backend: "Backend", logits: Array) -> None:

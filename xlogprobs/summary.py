@@ -11,8 +11,9 @@ and the log-probability of the entry x_t is ``(x_t - m) / T - log1p(r)``. Three 
   rounding, which then only touches terms that e^-|x - m| has made small;
 - sums inside a block are short, and the sum over blocks is wide (float64, or pairs of `accurate` where there is none).
 
-Blocks are summed with their maximum included, which compilers turn into one vectorised read. Only the block that holds
-the row's maximum is summed again without it: 1 + r of any other block is at least 1 and keeps its accuracy.
+Blocks are summed with their maximum included, which compilers turn into one vectorised read. Only where the sum of the
+block that holds the row's maximum is below 2, and so mostly that maximum's own 1, is that block summed again without
+it: any larger sum keeps its accuracy when 1 is taken off.
 """
 
 from collections.abc import Callable, Iterator
@@ -67,9 +68,13 @@ def row_numbers(xp: Any, x: Array) -> Array:
     return xp.arange(x.shape[0], device=device_of(x))
 
 
-def over_rows(function: Callable[..., "Summary"], *arrays: Any) -> "Summary":
-    """``function`` of arrays whose first axis is the row; a backend may cut them into pieces."""
-    return function(*arrays)
+def resum(function: Callable[..., Array], total: Array, x: Array, *arrays: Any) -> Array:
+    """``function(x, *arrays)`` (N,) of the rows ``x`` (N, V) and arrays whose first axis is the row.
+
+    A backend may cut the arrays (but not ``x``) into pieces, and need not call it for rows whose ``total`` is 2 or
+    more: there ``total - 1`` serves as well.
+    """
+    return function(x, *arrays)
 
 
 def sum_last_axis(xp: Any, terms: Array) -> Array:
@@ -101,7 +106,9 @@ class Primitives:
     sum_exp: Callable[[Any, Array, Array, Array | None], Array] = sum_exp
     sum_last_axis: Callable[[Any, Array], Array] = sum_last_axis
     row_numbers: Callable[[Any, Array], Array] = row_numbers
-    over_rows: Callable[..., "Summary"] = over_rows
+    resum: Callable[..., Array] = resum
+    block_sums: "Callable[[Array, Pair | None, Layout, Primitives], tuple[Array, Array]] | None" = None
+    """In place of `block_sums`."""
 
 
 class Summary(NamedTuple):
@@ -118,6 +125,28 @@ def summarize(x: Array, temperature: Pair | None, layout: Layout, prim: Primitiv
     ``temperature`` is a pair of (N,) in the arithmetic type (the second part what the first rounded away), or None
     for 1.
     """
+    xp = prim.xp
+    maximum, total = (prim.block_sums or block_sums)(x, temperature, layout, prim)
+    top = xp.max(maximum, axis=-1)
+    # of the blocks relative to the row's maximum, the largest; if its sum is below 2, it is one that holds the maximum
+    # or the sums of the others, too, are 1 or more
+    candidates = xp.where(maximum == top[:, None], total, xp.full_like(total, -1.0))
+    best, most = xp.argmax(candidates, axis=-1), xp.max(candidates, axis=-1)
+
+    def without_maximum(x: Array, row: Array, best: Array, top: Array, temperature: Any) -> Array:
+        # Any, since Dynamo evaluates the annotations of an inner function, and not Pair | None
+        return _without_maximum(x, row, best, top, temperature, layout, prim)
+
+    rest = prim.resum(without_maximum, most, x, prim.row_numbers(xp, x), best, _finite(xp, top), temperature)
+    return _merge_blocks(maximum, total, best, top, rest, temperature, prim)
+
+
+def block_sums(x: Array, temperature: Pair | None, layout: Layout, prim: Primitives) -> tuple[Array, Array]:
+    """(N, blocks) each: a maximum m, and the block's sum of e^((x - m) / T).
+
+    Here m is the block's own maximum; it may be that of any part of the row that holds the block, and the largest is
+    the row's.
+    """
     xp, rows = prim.xp, x.shape[0]
     maxima, sums = [], []
     for start, count, width in layout.parts():
@@ -131,21 +160,13 @@ def summarize(x: Array, temperature: Pair | None, layout: Layout, prim: Primitiv
         sums.append(xp.reshape(total, (rows, count)))
     maximum = maxima[0] if len(maxima) == 1 else xp.concat(maxima, axis=-1)
     total = sums[0] if len(sums) == 1 else xp.concat(sums, axis=-1)
-    row = prim.row_numbers(xp, x)
-
-    def merge(row: Array, maximum: Array, total: Array, temperature: Any) -> Summary:
-        # Any, since Dynamo evaluates the annotations of an inner function, and not Pair | None
-        best, top = xp.argmax(maximum, axis=-1), xp.max(maximum, axis=-1)
-        rest = _without_maximum(x, row, best, _finite(xp, top), temperature, layout, prim)
-        return _merge_blocks(maximum, total, best, top, rest, temperature, prim)
-
-    return prim.over_rows(merge, row, maximum, total, temperature)
+    return maximum, total
 
 
 def _without_maximum(
     x: Array, row: Array, best: Array, top: Array, temperature: Pair | None, layout: Layout, prim: Primitives
 ) -> Array:
-    """r of the block that holds the row's maximum: the terms below it, and its ties but one."""
+    """The best block's sum less 1: the terms below the row's maximum, and its ties but one."""
     xp = prim.xp
     start = best * layout.width
     first = xp.where(start > layout.vocab - layout.width, xp.full_like(start, layout.vocab - layout.width), start)
@@ -157,7 +178,7 @@ def _without_maximum(
     zero, one = xp.zeros_like(scaled), xp.ones_like(scaled)
     below = prim.sum_last_axis(xp, xp.where(own & (scaled < 0), xp.exp(scaled), zero))
     ties = xp.sum(xp.where(own & (scaled == 0), one, zero), axis=-1)
-    return below + xp.where(ties > 1, ties - 1, xp.zeros_like(ties))
+    return below + (ties - 1)
 
 
 def _merge_blocks(

@@ -18,13 +18,14 @@ from xlogprobs.backend import ArrayApiBackend, BackendInfo, logprob_rows
 from xlogprobs.contract import IGNORED, INVALID, Call, temperature_pair
 from xlogprobs.gradient import probability
 from xlogprobs.summary import Layout, Primitives, Summary, sum_exp, widen
-from xlogprobs.summary import over_rows as at_once
+from xlogprobs.summary import block_sums as core_block_sums
 
 barrier: Any = lax.optimization_barrier
 
 WIDTH = 1024  # about the block width where the vocabulary has no better divisor
 
 WINDOWS = 1 << 17  # entries of the windows that are worked on at once, 0.5 MB in float32
+FAST = 1 << 15  # columns
 SMALL = 1 << 13  # a row from here on is summed by XLA's own reduction, whose code is then the same for any batch
 
 
@@ -34,8 +35,14 @@ def block_width(vocab: int) -> int:
 
     Blocks of one width are a reshape, which costs XLA nothing; a shorter last one is a slice, which it copies.
     """
-    widths = [width for width in range(256, 2049) if vocab % width == 0]
-    return min(widths, key=lambda width: abs(math.log(width / 512))) if widths else WIDTH
+    widths = [width for width in range(256, 4097) if vocab % width == 0]
+    return min(widths, key=lambda width: abs(math.log(width / 1024))) if widths else WIDTH
+
+
+@lru_cache
+def longest(vocab: int) -> int:
+    """The largest divisor of the vocabulary up to which XLA CPU reduces a row in its fast form."""
+    return max(width for width in range(1, FAST + 1) if vocab % width == 0)
 
 
 def cut(xp: Any, x: Any, start: int, count: int, width: int) -> Any:
@@ -56,23 +63,58 @@ def window(xp: Any, x: Any, row: Any, start: Any, width: int) -> Any:
     return jax.vmap(lambda row, start: lax.dynamic_slice(x, (row, start), (1, width))[0])(row, start)
 
 
-def over_rows(width: int, function: Any, *arrays: Any) -> Any:
-    """In pieces, one after the other, so that what ``function`` makes of the windows stays small.
+def block_sums(x: Any, temperature: Pair | None, layout: Layout, prim: Primitives) -> tuple[Any, Any]:
+    """`xlogprobs.summary.block_sums`, each block relative to the maximum of the row.
 
-    Not for half precision: XLA would widen all of the logits before the loop begins.
+    XLA CPU makes a maximum and a sum two passes over all of the logits in any case: the first is fastest over long
+    blocks, and the sums of one row then need no weights between them.
+    """
+    rows, vocab = x.shape
+    if vocab % layout.width:
+        return core_block_sums(x, temperature, layout, prim)
+    long = longest(vocab)
+    maximum = jnp.max(widen(jnp, jnp.max(cut(jnp, x, 0, vocab // long, long), axis=-1)).reshape(rows, -1), axis=-1)
+    count = vocab // layout.width
+    spread = None if temperature is None else jnp.repeat(temperature[0], count)
+    finite = barrier(jnp.where(maximum == -jnp.inf, 0, maximum))
+    total = prim.sum_exp(jnp, cut(jnp, x, 0, count, layout.width), jnp.repeat(finite, count), spread)
+    return jnp.broadcast_to(maximum[:, None], (rows, count)), jnp.reshape(total, (rows, count))
+
+
+def resum(width: int, function: Any, total: Any, x: Any, *arrays: Any) -> Any:
+    """Only where a row needs it, and then in pieces, one after the other, so that what ``function`` makes of the
+    windows stays small."""
+    needed = total < 2
+    return lax.cond(
+        jnp.any(needed),
+        lambda: jnp.where(needed, _in_pieces(x, width, function, *arrays), total - 1),
+        lambda: total - 1,
+    )
+
+
+def _in_pieces(x: Any, width: int, function: Any, *arrays: Any) -> Any:
+    """``function(x, ...)`` of pieces of the rows, one after the other.
+
+    The logits are carried through the loop behind a barrier: as a constant of it, XLA would widen all of the
+    half-precision logits before the loop begins.
     """
     rows = arrays[0].shape[0]
     step = max(1, WINDOWS // width)
     whole = rows // step * step
     if whole < 2 * step:
-        return function(*arrays)
+        return function(x, *arrays)
     pieces = jax.tree.map(lambda array: jnp.reshape(array[:whole], (-1, step, *array.shape[1:])), arrays)
-    results = lax.map(lambda piece: function(*piece), pieces)
-    result = jax.tree.map(lambda array: jnp.reshape(array, (whole, *array.shape[2:])), results)
+
+    def body(x: Any, piece: Any) -> Any:
+        x, piece = barrier((x, piece))
+        return x, function(x, *piece)
+
+    x, result = lax.scan(body, x, pieces)
+    result = jnp.reshape(result, whole)
     if whole == rows:
         return result
-    last = function(*jax.tree.map(lambda array: array[whole:], arrays))
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), result, last)
+    last = function(x, *jax.tree.map(lambda array: array[whole:], arrays))
+    return jnp.concatenate([result, last])
 
 
 def tree_sum(xp: Any, terms: Any) -> Any:
@@ -99,7 +141,8 @@ def primitives(x: Any) -> Primitives:
         window=window,
         sum_exp=tree_sum_exp if x.shape[1] < SMALL else sum_exp,
         sum_last_axis=tree_sum,
-        over_rows=partial(over_rows, block_width(x.shape[1])) if x.dtype.itemsize > 2 else at_once,
+        resum=partial(resum, block_width(x.shape[1])),
+        block_sums=block_sums,
     )
 
 
@@ -135,13 +178,13 @@ def _tangent_of_rows(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tup
 
 
 def _logprobs(logits: Any, ids: Any, temperature: Any) -> Any:
-    vocab, many = logits.shape[-1], ids.shape[-1]
+    vocab = logits.shape[-1]
     # the caller's graph rounds half-precision logits here, as it would for an array that is printed
     x = barrier(jnp.reshape(logits, (-1, vocab)))
     if ids.size == 0:
         return jnp.zeros(ids.shape, jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
-    rows = ids.size // many
-    flat_ids = jnp.reshape(ids, (rows, many))
+    rows = math.prod(logits.shape[:-1])
+    flat_ids = jnp.reshape(ids, (rows, -1))
     if isinstance(temperature, tuple):  # traced also where it is a number, so that no value compiles anew
         high, low = (jnp.broadcast_to(jnp.reshape(part, -1), (rows,)) for part in temperature)
         pair: Pair | None = (high, low)

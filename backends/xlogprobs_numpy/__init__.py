@@ -33,6 +33,11 @@ def widened_cut(xp: Any, x: Any, start: int, count: int, width: int) -> Any:
     return cut(xp, widen(xp, x[:, start : start + count * width]), 0, count, width)
 
 
+def window(xp: Any, x: Any, row: Any, start: Any, width: int) -> Any:
+    """Through a view of all windows: rows are copied whole."""
+    return np.lib.stride_tricks.sliding_window_view(x, width, axis=1)[row, start]
+
+
 def sum_exp(xp: Any, block: Any, maximum: Any, temperature: Any | None) -> Any:
     """`xlogprobs.summary.sum_exp` of (N, count, width) in a buffer of this thread: fresh memory costs page faults."""
     rows, count, width = block.shape
@@ -50,6 +55,17 @@ def sum_exp(xp: Any, block: Any, maximum: Any, temperature: Any | None) -> Any:
     return total
 
 
+def resum(function: Any, total: Any, x: Any, *arrays: Any) -> Any:
+    """Only the rows that need it."""
+    rest = total - 1
+    needed = np.flatnonzero(total < 2)
+    if needed.size:
+        row, best, top, temperature = arrays
+        temperature = temperature and (temperature[0][needed], temperature[1][needed])
+        rest[needed] = function(x, row[needed], best[needed], top[needed], temperature)
+    return rest
+
+
 def _buffer(shape: tuple[int, ...], dtype: Any) -> Any:
     size = math.prod(shape)
     memory = getattr(_thread, dtype.name, None)
@@ -61,7 +77,7 @@ def _buffer(shape: tuple[int, ...], dtype: Any) -> Any:
 
 class NumpyBackend(ArrayApiBackend):
     name = "numpy"
-    width = 512
+    width = 2048
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -86,18 +102,17 @@ class NumpyBackend(ArrayApiBackend):
         return array
 
     def primitives(self, x: Any) -> Primitives:
-        return Primitives(np, cut=widened_cut, widen=widen, sum_exp=sum_exp)
+        return Primitives(np, cut=widened_cut, widen=widen, sum_exp=sum_exp, window=window, resum=resum)
 
     def logprobs(self, call: Call) -> Any:
-        vocab, many = call.logits.shape[-1], call.ids.shape[-1]
+        vocab, rows = call.logits.shape[-1], call.rows
         dtype = np.float64 if call.logits.dtype.itemsize == 8 else np.float32
         result = np.empty(call.ids.shape, dtype)
         if result.size == 0:
             return result
         layout, prim = self.layout(vocab), self.primitives(call.logits)
-        rows = result.size // many
         pair = temperature_pair(np, call.temperature, rows, result)
-        ids, out = call.ids.reshape(rows, many), result.reshape(rows, many)
+        ids, out = call.ids.reshape(rows, call.many), result.reshape(rows, call.many)
 
         def run(part: slice) -> None:
             x = rows_of(call.logits, part)

@@ -19,7 +19,7 @@ import array_api_compat.torch as xp  # isort: skip
 
 
 def logprobs(logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
-    """Log-probabilities (..., K) of encoded int64 ids (..., K)."""
+    """Log-probabilities of encoded int64 ids, of their shape."""
     if torch.compiler.is_compiling():
         result: torch.Tensor = _operator(logits, ids, temperature)[0]
         return result
@@ -33,7 +33,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probabilities, and the rows' maximum and rest (their summary) for the backward pass."""
     with _normalised(logits):
-        rows, vocab, many = ids.shape[:-1].numel(), logits.shape[-1], ids.shape[-1]
+        rows, vocab, many = _sizes(logits, ids)
         wide = torch.float64 if compiled.has_float64(logits.device) else torch.float32
         out = logits.new_empty((rows, many), dtype=_arithmetic(logits))
         maximum = logits.new_empty((rows,), dtype=out.dtype)
@@ -60,7 +60,7 @@ def _backward(
     rest: torch.Tensor,
 ) -> torch.Tensor:
     with _normalised(logits):
-        rows, vocab, many = ids.shape[:-1].numel(), logits.shape[-1], ids.shape[-1]
+        rows, vocab, many = _sizes(logits, ids)
         result = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         if not many:
             return result.zero_()
@@ -101,7 +101,7 @@ def _(
     logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     wide = torch.float64 if compiled.has_float64(logits.device) else torch.float32
-    rows = ids.shape[:-1].numel()
+    rows = logits.shape[:-1].numel()
     out = logits.new_empty(ids.shape, dtype=_arithmetic(logits))
     return out, logits.new_empty((rows,), dtype=out.dtype), logits.new_empty((rows,), dtype=wide)
 
@@ -162,6 +162,11 @@ class _normalised:
 def _fused(x: torch.Tensor) -> bool:
     """Whether these rows go through the fused operator of torch_npu: on an NPU, where nothing compiles."""
     return x.device.type == "npu" and not compiled.compiles(x.device) and npu.takes(x)
+
+
+def _sizes(logits: torch.Tensor, ids: torch.Tensor) -> tuple[int, int, int]:
+    """Rows, vocabulary, ids a row."""
+    return logits.shape[:-1].numel(), logits.shape[-1], ids.shape[-1] if ids.ndim == logits.ndim else 1
 
 
 def _arithmetic(logits: torch.Tensor) -> torch.dtype:
