@@ -25,6 +25,7 @@ barrier: Any = lax.optimization_barrier
 WIDTH = 1024  # about the block width where the vocabulary has no better divisor
 
 WINDOWS = 1 << 17  # entries of the windows that are worked on at once, 0.5 MB in float32
+FEW = 4  # ids a row that are compared with every column
 FAST = 1 << 15  # columns
 SMALL = 1 << 13  # a row from here on is summed by XLA's own reduction, whose code is then the same for any batch
 
@@ -157,22 +158,35 @@ def _logprob_rows(x: Any, temperature: Pair | None, ids: Any) -> Any:
 
 @partial(_logprob_rows.defjvp, symbolic_zeros=False)
 def _tangent_of_rows(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-    """d logprob_k = (dz[id_k] - sum_v p_v dz_v) with z = x / T; nothing of the size of V is kept but x itself."""
+    """d logprob_k = dz[id_k] - sum_v p_v dz_v with z = x / T; nothing of the size of V is kept but x itself.
+
+    Transposed, this is the gradient. Of a few ids, it is one pass: each column compares itself with the ids, and is
+    rounded to the logits' dtype once. Of many, their share is added to the columns afterwards.
+    """
     x, temperature, ids = primals
     out, summary = _forward(x, ids, temperature)
     x_tangent, temperature_tangent, _ = tangents
 
     @jax.checkpoint
     def tangent(x: Any, temperature: Pair | None, summary: Summary, x_tangent: Any, temperature_tangent: Any) -> Any:
-        active = jnp.any(ids != IGNORED, axis=-1)[:, None]
-        counts = active & (x != -jnp.inf)  # an ignored row adds 0 whatever it holds, and so does a logit of -inf
-        scaled = jnp.where(counts, widen(jnp, x_tangent), 0)
+        prim, columns = primitives(x), jnp.maximum(ids, 0)
+        active = jnp.any(ids != IGNORED, axis=-1)[:, None]  # an ignored row adds 0 whatever it holds
+        p = jnp.where(active, probability(x, summary, temperature, prim), 0)
+        wide, held = widen(jnp, x_tangent), take(jnp, x, columns) != -jnp.inf  # a logit of -inf has no gradient
+        if ids.shape[1] <= FEW:
+            at = jnp.where(held, columns, -1)
+            here = [jnp.arange(x.shape[1]) == at[:, k, None] for k in range(ids.shape[1])]
+            own = jnp.stack([jnp.sum(jnp.where(where, wide, 0), axis=-1) for where in here], axis=-1)
+        else:
+            own = jnp.where(held, take(jnp, wide, columns), 0)
+        change = own - jnp.sum(p * wide, axis=-1)[:, None]
         if temperature is not None:
-            shifted = jnp.where(counts, widen(jnp, x) - summary.max[:, None], 0) / temperature[0][:, None]
-            scaled = (scaled - shifted * temperature_tangent[0][:, None]) / temperature[0][:, None]
-        p = jnp.where(active, probability(x, summary, temperature, primitives(x)), 0)
-        change = take(jnp, scaled, jnp.maximum(ids, 0)) - jnp.sum(p * scaled, axis=-1)[:, None]
-        return change * jnp.where(ids == INVALID, jnp.nan, jnp.where(ids == IGNORED, 0.0, 1.0)).astype(change.dtype)
+            spread = jnp.where(active & (x != -jnp.inf), widen(jnp, x) - summary.max[:, None], 0)
+            mean = jnp.sum(p * spread, axis=-1)[:, None]
+            warmer = (take(jnp, spread, columns) - mean) / temperature[0][:, None]
+            change = (change - warmer * temperature_tangent[0][:, None]) / temperature[0][:, None]
+        change = jnp.where(ids == IGNORED, 0, change)
+        return jnp.where(ids == INVALID, jnp.nan, change)
 
     return out, tangent(x, temperature, summary, x_tangent, temperature_tangent)
 
