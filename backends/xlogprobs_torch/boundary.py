@@ -151,17 +151,16 @@ class _Boundary(torch.autograd.Function):
             if ctx.in_place:
                 raise RuntimeError(
                     "the gradient of logprobs(..., inplace_backward=True) can be taken once only: create_graph and vmap"
-                    " needs logits that still hold their values"
+                    " need logits that still hold their values"
                 )
-            found, of_temperature = derivatives.gradient(logits, ids, temperature, upstream)
-            return found, None, of_temperature, None
-        of_temperature = None
-        if ctx.needs_input_grad[2]:
+            of_logits, of_temperature = derivatives.gradient(logits, ids, temperature, upstream)
+            return of_logits, None, of_temperature, None
+        of_temperature = of_logits = None
+        if ctx.needs_input_grad[2]:  # first, while the logits hold their values
             of_temperature = derivatives.gradient(logits, ids, temperature, upstream)[1]
-        found = None
         if ctx.needs_input_grad[0]:
-            found = _backward(upstream, logits, ids, temperature, maximum, rest, ctx.in_place)
-        return found, None, of_temperature, None
+            of_logits = _backward(upstream, logits, ids, temperature, maximum, rest, ctx.in_place)
+        return of_logits, None, of_temperature, None
 
     @staticmethod
     def jvp(
