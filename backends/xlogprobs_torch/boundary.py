@@ -153,9 +153,10 @@ class _Boundary(torch.autograd.Function):
                     "the gradient of logprobs(..., inplace_backward=True) can be taken once only: create_graph and vmap"
                     " need logits that still hold their values"
                 )
-            of_logits, of_temperature = derivatives.gradient(logits, ids, temperature, upstream)
-            return of_logits, None, of_temperature, None
-        of_temperature = of_logits = None
+            again = derivatives.gradient(logits, ids, temperature, upstream)
+            return again[0], None, again[1], None
+        of_logits: torch.Tensor | None = None
+        of_temperature = None
         if ctx.needs_input_grad[2]:  # first, while the logits hold their values
             of_temperature = derivatives.gradient(logits, ids, temperature, upstream)[1]
         if ctx.needs_input_grad[0]:
