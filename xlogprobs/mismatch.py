@@ -134,16 +134,15 @@ def _statistics(xp: Any, logprobs: Array, ref_logprobs: Array, mask: Array, clip
     def total(values: Array) -> Array:
         return xp.sum(xp.where(mask, values, zero))
 
-    largest = _largest(xp, xp.where(mask, d, xp.full_like(d, -float("inf"))))
-    weight = xp.exp(d - largest)  # w but for a factor, within the range of the type
-    ess = total(weight) ** 2 / total(weight**2)
+    held = xp.where(mask, d, xp.full_like(d, -float("inf")))
+    weight = xp.exp(held - _largest(xp, held))  # w but for a factor, within the range of the type
+    ess = xp.sum(weight) ** 2 / xp.sum(weight**2)
     clipped = None
     if clip is not None:
         outside = xp.astype(xp.abs(excess) > float(clip), d.dtype)
         clipped = total(xp.where(xp.isnan(d), d, outside)) / count
-    farthest = _largest(xp, xp.abs(d))
     return Mismatch(
-        max_abs=xp.where(count == 0, xp.full_like(farthest, float("nan")), farthest),
+        max_abs=_largest(xp, xp.abs(d)) * (count / count),  # 0 / 0 where no position is kept
         mean_abs=total(xp.abs(d)) / count,
         k1=total(-d) / count,
         k2=total(d * d / 2) / count,
