@@ -234,6 +234,13 @@ def test_impossible_to_one_side_alone_is_an_infinite_distance(library, side):
         assert np.isnan(found["ess"])
 
 
+def test_without_a_possible_token_there_is_no_effective_sample_size(library):
+    p, q = np.float32([-np.inf, -np.inf]), np.float32([-1.5, -2])
+    found = numbers(library, mismatch(library.asarray(p), library.asarray(q)))
+    assert found["ratio"] == 0
+    assert np.isnan([found["ess"], found["ess_share"]]).all()
+
+
 def test_nan_at_a_kept_position_gives_nan_everywhere(library):
     p, q = some(5)
     for position in (0, 4):
@@ -332,6 +339,13 @@ def test_no_gradient_leaks_from_a_masked_position(differentiable, rubbish, level
             dirty = [np.where(mask, a, np.float32(value)) for a, value in zip((p, q), values, strict=True)]
             np.testing.assert_array_equal(differentiable(field, *dirty, mask), clean, err_msg=field)
         assert (clean[~mask] == 0).all(), field
+
+
+@pytest.mark.parametrize("impossible", [-np.inf, -1e38, -1e5])
+def test_a_token_impossible_to_the_trainer_has_the_gradients_of_the_formulae(differentiable, impossible):
+    p, q = np.float32([-1, impossible]), np.float32([-1.5, -2])
+    for field, exact in {"k1": [-0.5, -0.5], "k3": [np.expm1(0.5) / 2, -0.5], "ratio": [np.exp(0.5) / 2, 0]}.items():
+        np.testing.assert_allclose(differentiable(field, p, q), exact, rtol=1e-6, err_msg=field)
 
 
 @pytest.mark.parametrize("shape", [(0,), (3,)])
