@@ -443,6 +443,19 @@ def test_batches_without_a_prediction_have_gradients(gradient, shape):
     np.testing.assert_array_equal(found, np.zeros((*shape, V), np.float32))
 
 
+def test_the_backward_pass_may_overwrite_the_logits():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    leaf, ids = torch.tensor(normal(2, 5), requires_grad=True), some_ids(2, 5)
+    mask = np.array([[0, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    with torch.compiler.set_stance("force_eager"):
+        (expected,) = torch.autograd.grad(next_token_logprobs(leaf * 2, ids, attention_mask=mask).sum(), leaf)
+        logits = leaf * 2
+        out = next_token_logprobs(logits, ids, attention_mask=mask, inplace_backward=True)
+        (found,) = torch.autograd.grad(out.sum(), leaf)
+    assert torch.equal(found, expected)
+    assert torch.equal(logits.detach() * 2, expected)
+
+
 # Inside the user's own compiler
 
 

@@ -24,6 +24,7 @@ def next_token_logprobs(
     temperature: Any = 1.0,
     ignore_index: int | None = None,
     invalid_ids: InvalidIds = "auto",
+    inplace_backward: bool = False,
 ) -> Array:
     """Log-probability of each token given the tokens before it, aligned to the tokens.
 
@@ -53,6 +54,8 @@ def next_token_logprobs(
     invalid_ids
         As for `logprobs`: what an id outside [0, V) gives. Tokens without a prediction (first ones, padding) may hold
         any id.
+    inplace_backward
+        As for `logprobs`.
 
     Returns
     -------
@@ -89,7 +92,14 @@ def next_token_logprobs(
     """
     backend = backend_for(logits)
     targets = next_token_ids(backend, logits, input_ids, attention_mask, cu_seqlens, ignore_index, invalid_ids)
-    out = logprobs(logits, targets, temperature=temperature, ignore_index=IGNORED, invalid_ids="nan")
+    out = logprobs(
+        logits,
+        targets,
+        temperature=temperature,
+        ignore_index=IGNORED,
+        invalid_ids="nan",
+        inplace_backward=inplace_backward,
+    )
     return backend.namespace(out).roll(out, 1, axis=-1)  # the last position has no target: its 0.0 comes first
 
 
