@@ -137,17 +137,20 @@ def next_token_ids(
             contract.check_boundaries(boundaries, count)
         codes.append((_code_of_boundaries(owner.namespace(boundaries), boundaries, count), owner))
 
-    if all(owner.readable(code) for code, owner in codes):
-        # NumPy's operations on what is in memory start sooner than another library's
-        tokens, *others = (owner.to_numpy(code) for code, owner in codes)
-        xp = numpy_backend().namespace(tokens)
-    else:
-        tokens, *others = (code if owner is backend else backend.from_numpy(code, logits) for code, owner in codes)
-        xp = backend.namespace(logits)
+    # NumPy's operations on what is in memory start sooner than another library's
+    together = numpy_backend() if all(owner.readable(code) for code, owner in codes) else backend
+    tokens, *others = (_moved(code, owner, together, logits) for code, owner in codes)
+    xp = together.namespace(tokens)
     for code in others:
         tokens = xp.where(code == 0, tokens, code)
-    contract.refuse_invalid_tokens(source, ids, backend, tokens, logits, ignore_index, invalid_ids)
+    contract.refuse_invalid("input_ids", ids, source, tokens, together, logits, ignore_index, invalid_ids)
     return xp.roll(tokens, -1, axis=-1)
+
+
+def _moved(code: Array, owner: Backend, to: Backend, like: Array) -> Array:
+    if owner is to:
+        return code
+    return owner.to_numpy(code) if to is numpy_backend() else to.from_numpy(code, like)
 
 
 def _encode(xp: Any, ids: Array, vocab: int, ignore_index: int | None) -> Array:
