@@ -1,5 +1,6 @@
 """What a call may be. Every check of the public functions and every error message is here."""
 
+import itertools
 import math
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -53,13 +54,8 @@ def check(
     check_logits(backend, logits)
     from xlogprobs.backend import numpy_backend
 
-    if invalid_ids not in get_args(InvalidIds):
-        raise ValueError(
-            f"invalid_ids is {invalid_ids!r}; expected one of {', '.join(map(repr, get_args(InvalidIds)))}"
-        )
-    if ignore_index is not None and (isinstance(ignore_index, bool) or not hasattr(ignore_index, "__index__")):
-        raise TypeError(f"ignore_index is {_what(ignore_index)}; expected an int or None")
-    raw, source = check_ids(backend, logits, ids)
+    check_options(ignore_index, invalid_ids)
+    raw, source = check_integers(backend, "ids", ids, logits)
     shape, positions = tuple(raw.shape), tuple(logits.shape[:-1])
     if shape != positions and shape[:-1] != positions:
         many = f"({', '.join([*map(str, positions), 'K'])})"
@@ -69,12 +65,21 @@ def check(
     if source.readable(raw):  # NumPy's operations on what is in memory start sooner than another library's
         raw, source = source.to_numpy(raw), numpy_backend()
     encoded = encode(source.namespace(raw), raw, logits.shape[-1], ignore_index)
-    refuse_invalid(source, backend, raw, encoded, logits, ignore_index, invalid_ids)
+    refuse_invalid("ids", raw, source, encoded, source, logits, ignore_index, invalid_ids)
     if source is not backend:
         encoded = backend.from_numpy(encoded, logits)
     if inplace_backward:
         backend.check_inplace_backward(logits)
     return Call(logits, encoded, check_temperature(backend, logits, temperature), inplace_backward)
+
+
+def check_options(ignore_index: int | None, invalid_ids: InvalidIds) -> None:
+    if invalid_ids not in get_args(InvalidIds):
+        raise ValueError(
+            f"invalid_ids is {invalid_ids!r}; expected one of {', '.join(map(repr, get_args(InvalidIds)))}"
+        )
+    if ignore_index is not None and (isinstance(ignore_index, bool) or not hasattr(ignore_index, "__index__")):
+        raise TypeError(f"ignore_index is {_what(ignore_index)}; expected an int or None")
 
 
 def check_logits(backend: "Backend", logits: Array) -> None:
@@ -87,25 +92,34 @@ def check_logits(backend: "Backend", logits: Array) -> None:
         raise ValueError(f"logits has shape {tuple(logits.shape)}: the vocabulary (last axis) is empty")
 
 
-def check_ids(backend: "Backend", logits: Array, ids: Any) -> tuple[Array, "Backend"]:
-    """The ids as an array, and the backend that owns it: NumPy's for NumPy arrays, ints and lists."""
+def check_integers(
+    backend: "Backend",
+    name: str,
+    value: Any,
+    like: Array,
+    like_name: str = "logits",
+    dtypes: tuple[str, ...] = INTEGERS,
+) -> tuple[Array, "Backend"]:
+    """An argument of the kinds that ids may be, as an array, and the backend that owns it."""
     from xlogprobs.backend import array_library, numpy_backend
 
-    library = array_library(ids)
+    library = array_library(value)
     if library is None or library == "numpy":
-        source = backend if array_library(logits) == "numpy" else numpy_backend()
-        ids = _from_python("ids", ids) if library else _python_ids(ids)
-    elif library == array_library(logits):
+        source = backend if array_library(like) == "numpy" else numpy_backend()
+        value = _from_python(name, value) if library else _python_integers(name, value)
+    elif library == array_library(like):
         source = backend
-        _check_device(backend, "ids", ids, logits)
+        _check_device(backend, name, value, like, like_name)
     else:
         raise TypeError(
-            f"ids is {_what(ids)} and logits {_what(logits)}; expected ids from the same library, NumPy or Python ints"
+            f"{name} is {_what(value)} and {like_name} {_what(like)};"
+            f" expected {name} from the same library, NumPy or Python ints"
         )
-    dtype = source.dtype_name(ids)
-    if dtype not in (*INTEGERS, "object"):
-        raise TypeError(f"ids has dtype {dtype}; expected integers")
-    return ids, source
+    dtype = source.dtype_name(value)
+    if dtype not in (*dtypes, "object"):
+        expected = "booleans or integers" if "bool" in dtypes else "integers"
+        raise TypeError(f"{name} has dtype {dtype}; expected {expected}")
+    return value, source
 
 
 def encode(xp: Any, ids: Array, vocab: int, ignore_index: int | None) -> Array:
@@ -139,30 +153,35 @@ def _encode_python(ids: Any, vocab: int, ignore_index: int | None) -> Any:
 
 
 def refuse_invalid(
-    source: "Backend",
-    backend: "Backend",
+    name: str,
     raw: Array,
+    source: "Backend",
     encoded: Array,
+    owner: "Backend",
     logits: Array,
     ignore_index: int | None,
     invalid_ids: InvalidIds,
 ) -> None:
-    """IndexError for the first id outside the vocabulary, where its value can be read."""
+    """IndexError for the first of the ``encoded`` ids that is INVALID, where the values can be read.
+
+    ``raw``, the ids as they came under ``name``, belong to ``source``, the encoded ones to ``owner``.
+    """
     if invalid_ids == "nan":
         return
-    readable = source.readable(encoded)
-    if invalid_ids == "raise" and not readable and source.traced(encoded):
+    readable = owner.readable(encoded)
+    if invalid_ids == "raise" and not readable and owner.traced(encoded):
         raise ValueError(
-            "invalid_ids='raise' needs the values of ids, which traced code does not have; use 'nan', or check outside"
+            f"invalid_ids='raise' needs the values of {name}, which traced code does not have; use 'nan', or check"
+            " outside"
         )
     if not readable and invalid_ids == "auto":
         return
-    wrong = source.to_numpy(encoded) == INVALID
+    wrong = owner.to_numpy(encoded) == INVALID
     if not wrong.any():
         return
     first = tuple(int(i) for i in np.argwhere(wrong)[0])
     value = int(source.to_numpy(raw)[first])
-    at = f"ids[{', '.join(map(str, first))}]" if first else "ids"
+    at = f"{name}[{', '.join(map(str, first))}]" if first else name
     ignored = "" if ignore_index is None else f" or ignore_index={ignore_index}"
     raise IndexError(
         f"{at} is {value}; logits of shape {tuple(logits.shape)} take ids in [0, {logits.shape[-1]}){ignored}"
@@ -208,10 +227,10 @@ def check_temperature(backend: "Backend", logits: Array, temperature: Any) -> fl
     return temperature if source is backend else backend.from_numpy(temperature, logits)
 
 
-def _check_device(backend: "Backend", name: str, array: Array, logits: Array) -> None:
-    own, expected = backend.device(array), backend.device(logits)
+def _check_device(backend: "Backend", name: str, array: Array, like: Array, like_name: str = "logits") -> None:
+    own, expected = backend.device(array), backend.device(like)
     if own is not None and expected is not None and own != expected:
-        raise ValueError(f"{name} is on {own} and logits on {expected}; move one to the other")
+        raise ValueError(f"{name} is on {own} and {like_name} on {expected}; move one to the other")
 
 
 def temperature_number(temperature: float, narrow: bool) -> float | None:
@@ -255,13 +274,13 @@ def temperature_pair(xp: Any, temperature: float | Array | None, rows: int, like
     return xp.where(valid, high, xp.full_like(high, float("nan"))), low
 
 
-def _python_ids(value: Any) -> Any:
+def _python_integers(name: str, value: Any) -> Any:
     """Python ints as an array; one of objects where no integer type holds them all, or where there are none."""
-    if _rectangular("ids", value).dtype.kind in "Of":
+    if _rectangular(name, value).dtype.kind in "Of":
         exact = np.asarray(value, dtype=object)
         if all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in exact.flat):
             return exact
-    return _from_python("ids", value)
+    return _from_python(name, value)
 
 
 def _rectangular(name: str, value: Any) -> Any:
@@ -283,3 +302,79 @@ def _what(value: Any) -> str:
     module = kind.__module__.split(".")[0]
     name = kind.__name__ if module == "builtins" else f"{module}.{kind.__name__}"
     return f"a {name}" if not isinstance(value, (int, float, str)) else f"{value!r}"
+
+
+def signed(xp: Any, array: Array) -> Array:
+    """Integers in a signed type, in which libraries compare and search; booleans as 0 and 1; objects as they are."""
+    if array.dtype == object:
+        return array
+    return xp.astype(array, xp.int32 if array.dtype == xp.bool else _signed(xp, array.dtype), copy=False)
+
+
+def check_tokens(logits: Array, name: str, array: Array) -> None:
+    """``array`` has one entry for each token of a sequence."""
+    shape, positions = tuple(logits.shape), tuple(logits.shape[:-1])
+    if not positions:
+        raise ValueError(f"logits has shape {shape}; expected (..., T, V) with the tokens before the vocabulary")
+    if tuple(array.shape) != positions:
+        raise ValueError(
+            f"{name} has shape {tuple(array.shape)}; logits of shape {shape} take {name} of shape {positions}"
+        )
+
+
+def check_packed(logits: Array, boundaries: Array) -> None:
+    """``boundaries``: cu_seqlens."""
+    if math.prod(logits.shape[:-2]) != 1:
+        raise ValueError(
+            f"logits has shape {tuple(logits.shape)}; with cu_seqlens, expected packed sequences, (T, V) or (1, T, V)"
+        )
+    if len(boundaries.shape) != 1 or boundaries.shape[0] == 0:
+        raise ValueError(
+            f"cu_seqlens has shape {tuple(boundaries.shape)}; expected (S + 1,), the boundaries of S sequences"
+        )
+
+
+def check_boundaries(boundaries: Any, tokens: int) -> None:
+    """``boundaries``: cu_seqlens in NumPy."""
+    values = [int(value) for value in boundaries]
+    if values[0] != 0:
+        raise ValueError(f"cu_seqlens[0] is {values[0]}; expected 0, where the first sequence begins")
+    for index, (before, value) in enumerate(itertools.pairwise(values), 1):
+        if value < before:
+            raise ValueError(f"cu_seqlens[{index}] is {value} after {before}; expected boundaries that do not decrease")
+    if values[-1] != tokens:
+        raise ValueError(f"cu_seqlens ends with {values[-1]}; expected {tokens}, the number of tokens in input_ids")
+
+
+def check_mismatch(logprobs: Any, ref_logprobs: Any, clip: Any) -> None:
+    """What `mismatch` asks of its arrays before a backend is chosen, and of ``clip``."""
+    from xlogprobs.backend import array_library
+
+    library, reference = array_library(logprobs), array_library(ref_logprobs)
+    if library is None:
+        raise TypeError(
+            f"logprobs is {_what(logprobs)}; expected an array of NumPy, torch, JAX or an array-API library"
+        )
+    if reference != library:
+        raise TypeError(
+            f"ref_logprobs is {_what(ref_logprobs)} and logprobs {_what(logprobs)}; expected arrays of one library"
+        )
+    if clip is None:
+        return
+    if isinstance(clip, bool) or not isinstance(clip, (int, float, np.integer, np.floating)):
+        raise TypeError(f"clip is {_what(clip)}; expected a number or None")
+    if not 0 <= clip < math.inf:
+        raise ValueError(f"clip is {clip}; expected finite and not negative")
+
+
+def check_pair(backend: "Backend", logprobs: Array, ref_logprobs: Array, mask: Array | None) -> None:
+    for name, array in (("logprobs", logprobs), ("ref_logprobs", ref_logprobs)):
+        dtype = backend.dtype_name(array)
+        if dtype not in FLOATS:
+            raise TypeError(f"{name} has dtype {dtype}; expected one of {', '.join(FLOATS)}")
+    for name, other in (("ref_logprobs", ref_logprobs), ("mask", mask)):
+        if other is not None and tuple(other.shape) != tuple(logprobs.shape):
+            raise ValueError(
+                f"{name} has shape {tuple(other.shape)} and logprobs {tuple(logprobs.shape)}; expected the same shape"
+            )
+    _check_device(backend, "ref_logprobs", ref_logprobs, logprobs, "logprobs")
