@@ -201,6 +201,7 @@ def _first(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
+# Graphs that a user's compiler has cached on disk hold the shapes of these results: if they change, so must the name.
 @torch.library.custom_op("xlogprobs::logprobs", mutates_args=())
 def _operator(
     logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor | None
