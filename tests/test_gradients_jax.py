@@ -10,7 +10,6 @@ import pytest
 jax = pytest.importorskip("jax", reason="jax is not installed")
 
 import jax.numpy as jnp  # noqa: E402
-from jax.test_util import check_grads  # noqa: E402
 
 from xlogprobs import logprobs  # noqa: E402
 
@@ -67,7 +66,6 @@ def test_every_transformation(shape, temperature):
     def total(call):
         return lambda x: (call(x) * weights).sum()
 
-    check_grads(ours, (logits,), order=2)
     is_near(jax.grad(total(ours))(logits), jax.grad(total(theirs))(logits))
     is_near(jax.jvp(ours, (logits,), (change,)), jax.jvp(theirs, (logits,), (change,)))
     for found, expected in zip(jax.linearize(ours, logits), jax.linearize(theirs, logits), strict=True):
