@@ -2,12 +2,12 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from bench.case import shape_text
 from bench.methods import LIMITS, is_ours
+from bench.report import Cell, figure
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -21,22 +21,17 @@ PARITY_COLUMNS = {
     "torch.log_softmax": ("torch log_softmax", "compiled"),
     "-cross_entropy, torch.compile": ("torch -cross_entropy", "compiled"),
 }
-Column = tuple[str, Callable[[dict[str, Any]], str]]
+Column = tuple[str, Cell]
+
+MS: Column = ("ms", figure("ms", ".1f"))
+X_LIMIT: Column = ("x of the limit", figure("x_limit", ".1f"))
+X_USUAL: Column = ("x of the usual way", figure("x_usual", ".2f"))
+SHARE: Column = ("peak memory / logits", figure("share", ".1%"))
+ERROR: Column = ("worst error", figure("error", ".1e"))
+GRADIENT_ERROR: Column = ("worst error of the gradient", figure("gradient_error", ".1e"))
 
 
-def _figure(key: str, style: str) -> Callable[[dict[str, Any]], str]:
-    return lambda result: format(result[key], style) if key in result else ""
-
-
-MS: Column = ("ms", _figure("ms", ".1f"))
-X_LIMIT: Column = ("x of the limit", _figure("x_limit", ".1f"))
-X_USUAL: Column = ("x of the usual way", _figure("x_usual", ".2f"))
-SHARE: Column = ("peak memory / logits", _figure("share", ".1%"))
-ERROR: Column = ("worst error", _figure("error", ".1e"))
-GRADIENT_ERROR: Column = ("worst error of the gradient", _figure("gradient_error", ".1e"))
-
-
-def _timed(document: dict[str, Any], whats: Iterable[str], columns: list[Column]) -> str:
+def _timed(document: dict[str, Any], what: str, columns: list[Column]) -> str:
     """One line a method; then, in words, the peers that did not run, the machine and the versions."""
     lines = [
         "| | logits | dtype | " + " | ".join(title for title, _ in columns) + " |",
@@ -44,7 +39,7 @@ def _timed(document: dict[str, Any], whats: Iterable[str], columns: list[Column]
     ]
     absent: dict[str, str] = {}
     for case in document["cases"]:
-        if case["what"] not in whats:
+        if case["what"] != what:
             continue
         for name, result in case.get("methods", {}).items():
             if "why_not" in result:
@@ -61,31 +56,30 @@ def _timed(document: dict[str, Any], whats: Iterable[str], columns: list[Column]
 
 
 def forward(document: dict[str, Any]) -> str:
-    return _timed(document, ("peers",), [MS, X_LIMIT, X_USUAL, SHARE])
+    return _timed(document, "peers", [MS, X_LIMIT, X_USUAL, SHARE])
 
 
 def head(document: dict[str, Any]) -> str:
-    return _timed(document, ("head",), [MS, X_LIMIT, X_USUAL, SHARE, ERROR])
+    return _timed(document, "head", [MS, X_LIMIT, X_USUAL, SHARE, ERROR])
 
 
 def grad(document: dict[str, Any]) -> str:
-    return _timed(document, ("grad",), [MS, X_LIMIT, X_USUAL, SHARE, GRADIENT_ERROR])
+    return _timed(document, "grad", [MS, X_LIMIT, X_USUAL, SHARE, GRADIENT_ERROR])
 
 
 def reference(document: dict[str, Any]) -> str:
     """Measured figures beside the published ones; memory above the logits in both."""
-    published = document["published"]
-    for case in document["cases"]:
-        for name, figures in published["methods"].items():
-            if name in case.get("methods", {}):
-                case["methods"][name]["published_ms"] = figures["ms"]
-                case["methods"][name]["published_mb"] = figures["peak_mb"] - published["logits_mb"]
-    above: Column = ("MB above the logits", _figure("peak_mb", ".0f"))
-    theirs: list[Column] = [
-        (f"{published['device']}: ms", _figure("published_ms", ".3f")),
-        ("MB above the logits", _figure("published_mb", ".0f")),
+    device = document["published"]["device"]
+    columns: list[Column] = [
+        ("ms", figure("ms", ".0f")),
+        X_LIMIT,
+        X_USUAL,
+        ("MB above the logits", figure("peak_mb", ".0f")),
+        ERROR,
+        (f"published, {device}: ms", figure("published.ms", ".3f")),
+        ("MB above the logits", figure("published.mb_above", ".0f")),
     ]
-    return _timed(document, ("reference",), [MS, X_LIMIT, X_USUAL, above, ERROR, *theirs])
+    return _timed(document, "reference", columns)
 
 
 def parity(document: dict[str, Any]) -> str:
@@ -127,7 +121,10 @@ def filled(text: str, results: Path = RESULTS) -> str:
         source, make = TABLES[name]
         if not (results / source).exists():
             raise SystemExit(f"the table {name!r} needs {source}: python -m bench --output bench/results")
-        return f"{opening}\n{make(json.loads((results / source).read_text()))}\n\n{end}"
+        document = json.loads((results / source).read_text())
+        if document.get("quick"):
+            raise SystemExit(f"{source} is from --quick, which measures nothing worth showing")
+        return f"{opening}\n{make(document)}\n\n{end}"
 
     text, count = MARKED.subn(made, text)
     if not count:

@@ -1,5 +1,6 @@
-"""The terminal's tables."""
+"""The terminal's tables: one for each kind of case in a suite's document. Columns without an entry are left out."""
 
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -7,69 +8,79 @@ from rich.markup import escape
 from rich.table import Table
 
 from bench.case import shape_text
-from bench.methods import LIMITS, is_ours
+from bench.methods import is_ours
+
+Cell = Callable[[dict[str, Any]], str]
+
+
+def figure(key: str, style: str, scale: float = 1) -> Cell:
+    """``result[key]`` in the given style; of a key with a dot, the entry of the inner dictionary."""
+
+    def cell(result: dict[str, Any]) -> str:
+        *outer, last = key.split(".")
+        for name in outer:
+            result = result.get(name, {})
+        return format(result[last] * scale, style) if result.get(last) is not None else ""
+
+    return cell
 
 
 def show(document: dict[str, Any], console: Console) -> None:
-    parts = dict.fromkeys(case["what"] for case in document["cases"])
-    for what in parts:
-        console.print(_table(document, [case for case in document["cases"] if case["what"] == what], what))
+    for what in dict.fromkeys(case["what"] for case in document["cases"]):
+        cases = [case for case in document["cases"] if case["what"] == what]
+        title = document["suite"] if what == document["suite"] else f"{document['suite']}: {what}"
+        console.print(table(cases, title, _columns(what, document.get("published", {}).get("device", ""))))
     if document.get("slopes"):
         console.print(_slopes(document["slopes"]))
 
 
-def _table(document: dict[str, Any], cases: list[dict[str, Any]], what: str) -> Table:
-    published = document.get("published") if what == "reference" else None
-    small = what == "small"
-    shown = Table(title=f"{document['suite']}: {what}", title_justify="left")
+def _columns(what: str, published_on: str) -> list[tuple[str, Cell]]:
+    unit, scale = ("us", 1e3) if what == "small" else ("ms", 1)
+
+    def spread(result: dict[str, Any]) -> str:
+        low, high = result["quartiles"]
+        return f"{low * scale:.3g}-{high * scale:.3g}"
+
+    return [
+        (unit, figure("ms", ".4g", scale)),
+        ("quartiles", spread),
+        ("GB/s", figure("gb_s", ".3g")),
+        ("x limit", figure("x_limit", ".2f")),
+        ("x usual", figure("x_usual", ".2f")),
+        ("first s", figure("first_s", ".2f")),
+        ("peak / logits", figure("share", ".1%")),
+        ("MB above", figure("peak_mb", ".0f")),
+        ("MB reserved", figure("reserved_mb", ".0f")),
+        ("error", figure("error", ".1e")),
+        ("gradient error", figure("gradient_error", ".1e")),
+        ("from usual", figure("to_usual", ".1e")),
+        (f"{published_on}: ms", figure("published.ms", ".3f")),
+        ("MB above", figure("published.mb_above", ".0f")),
+        ("from usual", figure("published.to_usual", ".1e")),
+    ]
+
+
+def table(cases: list[dict[str, Any]], title: str, columns: list[tuple[str, Cell]]) -> Table:
+    results = [result for case in cases for result in case.get("methods", {}).values() if "ms" in result]
+    columns = [(name, cell) for name, cell in columns if any(map(cell, results))]
+    shown = Table(title=title, title_justify="left", caption_justify="left")
     for name in ("library", "logits", "dtype", "method"):
         shown.add_column(name, overflow="fold")
-    for name in (
-        "us" if small else "ms",
-        "quartiles",
-        "GB/s",
-        "x limit",
-        "x usual",
-        "first s",
-        "peak / logits",
-        "MB above",
-        "error",
-        *(("gradient error",) if what == "grad" else ()),
-        *((f"{published['device']}: ms", "MB above") if published else ()),
-    ):
+    for name, _ in columns:
         shown.add_column(name, justify="right")
+    absent: dict[str, str] = {}
     for case in cases:
         label = (case["library"], shape_text(case), case["dtype"])
         if "why_not" in case:
-            shown.add_row(*label, "", escape(case["why_not"]))
-            continue
-        for name, result in case["methods"].items():
-            method = f"[bold]{name}[/bold]" if is_ours(name) else name
+            absent[f"{case['library']} on {case['device']}"] = case["why_not"]
+        for name, result in case.get("methods", {}).items():
             if "why_not" in result:
-                shown.add_row(*label, f"{method}\n[dim]not run: {escape(result['why_not'])}[/dim]")
-                continue
-            scale = 1e3 if small else 1
-            low, high = result["quartiles"]
-            row = [
-                f"{result['ms'] * scale:.4g}",
-                f"{low * scale:.3g}-{high * scale:.3g}",
-                f"{result['gb_s']:.3g}",
-                f"{result['x_limit']:.2f}",
-                f"{result['x_usual']:.2f}" if "x_usual" in result else "",
-                f"{result['first_s']:.2f}",
-                f"{result['share']:.1%}" if "share" in result else "",
-                f"{result['peak_mb']:.0f}" if "peak_mb" in result else "",
-                f"{result['error']:.1e}" if "error" in result else "",
-            ]
-            if what == "grad":
-                row.append(f"{result['gradient_error']:.1e}" if "gradient_error" in result else "")
-            if published and name in published["methods"]:
-                figures = published["methods"][name]
-                row += [f"{figures['ms']:.3f}", f"{figures['peak_mb'] - published['logits_mb']:.0f}"]
-            shown.add_row(*label, method, *row)
+                absent[name] = result["why_not"]
+            else:
+                method = f"[bold]{name}[/bold]" if is_ours(name) else name
+                shown.add_row(*label, method, *(cell(result) for _, cell in columns))
         shown.add_section()
-    if any(name in LIMITS for case in cases for name in case.get("methods", {})):
-        shown.caption = "x limit: the limit's time is taken in the same process, in turn with the methods"
+    shown.caption = "\n".join(f"not run: {name}: {escape(reason)}" for name, reason in absent.items())
     return shown
 
 
