@@ -109,7 +109,9 @@ def measured(
 def _add_memory(
     case: Case, found: dict[str, Any], environment: dict[str, str], pool: concurrent.futures.Executor
 ) -> None:
-    """Nothing is timed meanwhile, so on a CPU two processes may run at once."""
+    """Nothing is timed meanwhile, so on a CPU two processes may run at once. There, glibc is to give freed arrays back
+    at once: kept for the second call, they would not be seen in its peak."""
+    environment = {**environment, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 
     def add(name: str) -> None:
         found[name] |= in_subprocess("memory", [case], name, environment)

@@ -72,12 +72,15 @@ def _case(case: Case, repeats: int) -> dict[str, Any]:
         ms = statistics.median(values) * 1e3
         found[name] |= {
             "ms": _digits(ms),
-            "quartiles": [_digits(q * 1e3) for q in statistics.quantiles(values, n=4)[::2]],
+            "quartiles": [_digits(q * 1e3) for q in statistics.quantiles(values, n=4, method="inclusive")[::2]],
             "gb_s": _digits(case.bytes_to_move / ms / 1e6),
             "x_limit": _digits(ms / (statistics.median(taken[limit]) * 1e3)),
         }
         if compared in taken:
-            found[name]["x_usual"] = _digits(ms / (statistics.median(taken[compared]) * 1e3))
+            usual_ms = statistics.median(taken[compared]) * 1e3
+            found[name]["x_usual"] = _digits(ms / usual_ms)
+            if case.what == "small":
+                found[name]["over_usual_us"] = _digits((ms - usual_ms) * 1e3)
         if name in sampled and compared in sampled:
             found[name]["to_usual"] = _digits(np.max(np.abs(sampled[name][0] - sampled[compared][0])))
     return {**described, "usual": compared, "device_name": library.device_name(case.device), "methods": found}

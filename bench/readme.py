@@ -111,7 +111,7 @@ TABLES = {
 }
 
 
-def filled(text: str, results: Path = RESULTS) -> str:
+def filled(text: str, results: Path) -> str:
     """``text`` with what stands between each ``<!-- table: NAME -->`` and ``<!-- end: NAME -->`` made anew."""
 
     def made(place: re.Match[str]) -> str:
@@ -134,11 +134,11 @@ def filled(text: str, results: Path = RESULTS) -> str:
 
 def write() -> None:
     readme = ROOT / "README.md"
-    readme.write_text(filled(readme.read_text()))
+    readme.write_text(filled(readme.read_text(), RESULTS))
 
 
 def check() -> None:
     text = (ROOT / "README.md").read_text()
-    if filled(text) != text:
+    if filled(text, RESULTS) != text:
         raise SystemExit("README.md's tables are not those of bench/results: python -m bench --readme")
     print("README.md's tables are those of bench/results")

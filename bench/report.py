@@ -47,6 +47,7 @@ def _columns(what: str, published_on: str) -> list[tuple[str, Cell]]:
         ("GB/s", figure("gb_s", ".3g")),
         ("x limit", figure("x_limit", ".2f")),
         ("x usual", figure("x_usual", ".2f")),
+        ("us over usual", figure("over_usual_us", ".0f")),
         ("first s", figure("first_s", ".2f")),
         ("peak / logits", figure("share", ".1%")),
         ("MB above", figure("peak_mb", ".0f")),
