@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -39,7 +40,7 @@ def _columns(what: str, published_on: str) -> list[tuple[str, Cell]]:
 
     def spread(result: dict[str, Any]) -> str:
         low, high = result["quartiles"]
-        return f"{low * scale:.3g}-{high * scale:.3g}"
+        return f"{low * scale:.4g}-{high * scale:.4g}"
 
     return [
         (unit, figure("ms", ".4g", scale)),
@@ -64,22 +65,22 @@ def _columns(what: str, published_on: str) -> list[tuple[str, Cell]]:
 def table(cases: list[dict[str, Any]], title: str, columns: list[tuple[str, Cell]]) -> Table:
     results = [result for case in cases for result in case.get("methods", {}).values() if "ms" in result]
     columns = [(name, cell) for name, cell in columns if any(map(cell, results))]
-    shown = Table(title=title, title_justify="left", caption_justify="left")
-    for name in ("library", "logits", "dtype", "method"):
-        shown.add_column(name, overflow="fold")
+    shown = Table(title=title, box=SIMPLE_HEAD, title_justify="left", caption_justify="left")
+    shown.add_column("", min_width=34)
     for name, _ in columns:
         shown.add_column(name, justify="right")
     absent: dict[str, str] = {}
     for case in cases:
-        label = (case["library"], shape_text(case), case["dtype"])
         if "why_not" in case:
             absent[f"{case['library']} on {case['device']}"] = case["why_not"]
-        for name, result in case.get("methods", {}).items():
+            continue
+        shown.add_row(f"[italic]{case['library']}, {shape_text(case)}, {case['dtype']}[/italic]")
+        for name, result in case["methods"].items():
             if "why_not" in result:
                 absent[name] = result["why_not"]
             else:
                 method = f"[bold]{name}[/bold]" if is_ours(name) else name
-                shown.add_row(*label, method, *(cell(result) for _, cell in columns))
+                shown.add_row(f"  {method}", *(cell(result) for _, cell in columns))
         shown.add_section()
     shown.caption = "\n".join(f"not run: {name}: {escape(reason)}" for name, reason in absent.items())
     return shown
