@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
             SUITES[name], options.backend or list(LIBRARIES), options.device, options.quick, options.repeats, console
         )
         report.show(document, console)
-        if options.output:
+        if options.output and any("methods" in case for case in document["cases"]):
             options.output.mkdir(parents=True, exist_ok=True)
             path = options.output / f"{options.device}-{name}.json"
             path.write_text(json.dumps(document, indent=1) + "\n")

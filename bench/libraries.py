@@ -129,10 +129,11 @@ class Torch(Library):
     def normal(self, shape: tuple[int, ...], case: Case, stream: int, scale: float = 1.0) -> Any:
         import torch
 
-        values = torch.randn(shape, generator=torch.Generator().manual_seed(SEED + stream))
+        generator = torch.Generator(case.device).manual_seed(SEED + stream)
+        values = torch.randn(shape, generator=generator, device=case.device)
         if scale != 1.0:
             values *= scale
-        return values.to(case.device, getattr(torch, case.dtype))
+        return values.to(getattr(torch, case.dtype))
 
     def ids(self, case: Case) -> Any:
         import torch

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.case import shape_text
 from bench.methods import LIMITS, is_ours
-from bench.report import Cell, figure
+from bench.report import Cell, absent, figure
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -37,19 +37,15 @@ def _timed(document: dict[str, Any], what: str, columns: list[Column]) -> str:
         "| | logits | dtype | " + " | ".join(title for title, _ in columns) + " |",
         "|-" * (3 + len(columns)) + "|",
     ]
-    absent: dict[str, str] = {}
-    for case in document["cases"]:
-        if case["what"] != what:
-            continue
+    cases = [case for case in document["cases"] if case["what"] == what]
+    for case in cases:
         for name, result in case.get("methods", {}).items():
-            if "why_not" in result:
-                absent[name] = result["why_not"]
-            elif name not in LIMITS:
+            if "ms" in result and name not in LIMITS:
                 bold = "**" if is_ours(name) else ""
                 cells = [f"{bold}{case['library']}: {name}{bold}", shape_text(case), case["dtype"]]
                 lines.append(f"| {' | '.join([*cells, *(cell(result) for _, cell in columns)])} |")
-    if absent:
-        lines += ["", "Not run here: " + "; ".join(f"{name} ({reason})" for name, reason in absent.items()) + "."]
+    if reasons := absent(cases):
+        lines += ["", "Not run here: " + "; ".join(f"{name} ({reason})" for name, reason in reasons.items()) + "."]
     machine = document["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     return "\n".join([*lines, "", f"{machine['cores']} cores of {machine['device']}, {machine['date']}; {versions}."])

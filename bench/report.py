@@ -30,7 +30,11 @@ def show(document: dict[str, Any], console: Console) -> None:
     for what in dict.fromkeys(case["what"] for case in document["cases"]):
         cases = [case for case in document["cases"] if case["what"] == what]
         title = document["suite"] if what == document["suite"] else f"{document['suite']}: {what}"
-        console.print(table(cases, title, _columns(what, document.get("published", {}).get("device", ""))))
+        shown = table(cases, title, _columns(what, document.get("published", {}).get("device", "")))
+        if shown.row_count:
+            console.print(shown)
+    for name, reason in absent(document["cases"]).items():
+        console.print(f"not run: {escape(name)}: {escape(reason)}", highlight=False)
     if document.get("slopes"):
         console.print(_slopes(document["slopes"]))
 
@@ -65,25 +69,30 @@ def _columns(what: str, published_on: str) -> list[tuple[str, Cell]]:
 def table(cases: list[dict[str, Any]], title: str, columns: list[tuple[str, Cell]]) -> Table:
     results = [result for case in cases for result in case.get("methods", {}).values() if "ms" in result]
     columns = [(name, cell) for name, cell in columns if any(map(cell, results))]
-    shown = Table(title=title, box=SIMPLE_HEAD, title_justify="left", caption_justify="left")
+    shown = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
     shown.add_column("", min_width=34)
     for name, _ in columns:
         shown.add_column(name, justify="right")
-    absent: dict[str, str] = {}
     for case in cases:
         if "why_not" in case:
-            absent[f"{case['library']} on {case['device']}"] = case["why_not"]
             continue
         shown.add_row(f"[italic]{case['library']}, {shape_text(case)}, {case['dtype']}[/italic]")
         for name, result in case["methods"].items():
-            if "why_not" in result:
-                absent[name] = result["why_not"]
-            else:
+            if "ms" in result:
                 method = f"[bold]{name}[/bold]" if is_ours(name) else name
                 shown.add_row(f"  {method}", *(cell(result) for _, cell in columns))
         shown.add_section()
-    shown.caption = "\n".join(f"not run: {name}: {escape(reason)}" for name, reason in absent.items())
     return shown
+
+
+def absent(cases: list[dict[str, Any]]) -> dict[str, str]:
+    """Why a library or a method did not run, each named once."""
+    found: dict[str, str] = {}
+    for case in cases:
+        if "why_not" in case:
+            found[f"{case['library']} on {case['device']}"] = case["why_not"]
+        found |= {name: result["why_not"] for name, result in case.get("methods", {}).items() if "why_not" in result}
+    return found
 
 
 def _slopes(slopes: list[dict[str, Any]]) -> Table:
