@@ -59,7 +59,7 @@ def _columns(what: str, published_on: str) -> list[tuple[str, Cell]]:
         ("MB reserved", figure("reserved_mb", ".0f")),
         ("error", figure("error", ".1e")),
         ("gradient error", figure("gradient_error", ".1e")),
-        ("from usual", figure("to_usual", ".1e")),
+        *((("from usual", figure("to_usual", ".1e")),) if published_on else ()),
         (f"{published_on}: ms", figure("published.ms", ".3f")),
         ("MB above", figure("published.mb_above", ".0f")),
         ("from usual", figure("published.to_usual", ".1e")),
