@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -161,7 +162,8 @@ def in_subprocess(function: str, cases: list[Case], argument: Any, environment: 
     """Run ``times`` or ``memory`` in a process of its own."""
     given = json.dumps([function, [dataclasses.asdict(case) for case in cases], argument])
     command = [sys.executable, "-W", "ignore", "-m", "bench.measure", given]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=root)
     if done.returncode:
         raise RuntimeError(f"{function} of {cases[0]}, {argument} failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])

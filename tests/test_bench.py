@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import types
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ pytest.importorskip("rich", reason="rich is not installed")
 
 from rich.console import Console
 
+import xlogprobs
 from bench import __main__ as command
 from bench import measure, methods, peers, plots, readme, report, suites
 from bench.case import Case
@@ -78,6 +80,22 @@ def test_every_method_gives_its_figures_or_the_reason_why_not(what, library, dty
             assert figures["error_bounds"] <= 1
             assert figures.get("gradient_error_bounds", 0) <= 1
             assert ("gradient_error" in figures) == (what == "grad")
+
+
+@pytest.mark.parametrize("library", methods.TABLES["stats"])
+def test_the_stats_table_measures_token_stats_beside_logprobs(library, monkeypatch):
+    def stand_in(logits, ids, want):
+        return types.SimpleNamespace(**dict.fromkeys(want, xlogprobs.logprobs(logits, ids)))
+
+    if not methods.has("token_stats"):
+        monkeypatch.setattr(xlogprobs, "token_stats", stand_in, raising=False)
+    found = measured("stats", library)["methods"]
+    assert [name for name in found if methods.is_ours(name)] == [
+        "xlogprobs",
+        "xlogprobs.token_stats: logprob, entropy",
+        "xlogprobs.token_stats: logprob, entropy, rank",
+    ]
+    assert all(figures["error_bounds"] <= 1 for name, figures in found.items() if methods.is_ours(name))
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])
