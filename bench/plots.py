@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.case import shape_text
-from bench.methods import LIMITS, is_ours
+from bench.methods import LIMITS, OURS, is_ours
 from bench.readme import RESULTS, ROOT
 
 PLOTS = ROOT / "docs" / "plots"
@@ -52,7 +52,8 @@ def bars(key: str, title: str) -> Callable[[dict[str, Any]], Any]:
                 height = 0.8 / len(names)
                 values = [case["methods"][name].get(key, 0) for case in own]
                 places = [place + n * height for place in range(len(own))]
-                shown = panel.barh(places, values, height, label=name, color="black" if is_ours(name) else f"C{n}")
+                colour = "black" if name == OURS else "dimgray" if is_ours(name) else f"C{n}"
+                shown = panel.barh(places, values, height, label=name, color=colour)
                 panel.bar_label(shown, fmt="%.2g", padding=2, fontsize=7)
             labels = [f"{shape_text(case)}\n{case['dtype']}" for case in own]
             panel.set_yticks([place + 0.4 for place in range(len(own))], labels, fontsize=7)
@@ -60,6 +61,7 @@ def bars(key: str, title: str) -> Callable[[dict[str, Any]], Any]:
             panel.set_title(f"{library}: {title}", fontsize=9, loc="left")
             panel.legend(fontsize=7)
             panel.spines[["top", "right"]].set_visible(False)
+        drawn.tight_layout()
         _signed(drawn, document)
         return drawn
 

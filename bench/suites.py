@@ -13,6 +13,7 @@ from bench.methods import TABLES, has
 VOCABS = {"SmolLM2": 49152, "GPT-2": 50257, "Llama 3": 128256, "Qwen 3": 151936, "Gemma 3": 262208}
 PACKED = 1 << 16  # tokens in the longest packed sequence
 DTYPES = ("float32", "bfloat16")
+LARGE = 1 << 23
 
 Groups = list[list[Case]]
 
@@ -82,12 +83,14 @@ def _shapes(library: str, device: str, quick: bool) -> Iterator[list[Case]]:
 
 
 def _scaling(library: str, device: str, quick: bool) -> Iterator[list[Case]]:
-    """Four times the rows or about twice the vocabulary from point to point, then small calls."""
-    rows = [4**n for n in range(5 if quick else 9)]
-    vocabs = [1000, 4000, 16000, 32000] if quick else [1000, 4000, 16000, 32000, 64000, 128256, 262208]
-    few = 8 if quick else 256
+    """Rows of 1024 logits and vocabularies of 256 rows, closer together where the logits outgrow the caches; then
+    small calls."""
+    rows = [1, 4, 16, 64, 256, 1024, 4096, 8192, 16384, 32768, 65536]
+    vocabs = [1000, 4000, 16000, 32768, 64000, 128256, 262208]
+    if quick:
+        rows, vocabs = rows[:5], vocabs[:3]
     yield [Case("forward", library, (n,), 1024, device=device, series="rows") for n in rows]
-    yield [Case("forward", library, (few,), vocab, device=device, series="vocab") for vocab in vocabs]
+    yield [Case("forward", library, (256,), vocab, device=device, series="vocab") for vocab in vocabs]
     yield [Case("small", library, (n,), vocab, device=device, series="small") for n, vocab in ((1, 1000), (8, 32000))]
 
 
@@ -136,7 +139,7 @@ def registered() -> list[str]:
 def slopes(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Slope of log time against log size for each line of the scaling suite: 1 is linear growth.
 
-    Fitted over the points of at least 2^20 logits; below, the fixed cost of a call shows.
+    Fitted over the points of at least `LARGE` logits, 32 MB: below, the fixed cost of a call shows, and the caches.
     """
     import numpy as np
 
@@ -145,7 +148,7 @@ def slopes(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for library, series in sorted(lines):
         points = [case for case in cases if (case["library"], case["series"]) == (library, series)]
         size = [case["shape"][0] if series == "rows" else case["vocab"] for case in points]
-        large = [case["shape"][0] * case["vocab"] >= 1 << 20 for case in points]
+        large = [case["shape"][0] * case["vocab"] >= LARGE for case in points]
         for method in points[0].get("methods", {}):
             times = [case["methods"][method].get("ms") for case in points]
             kept = [(n, ms) for n, ms, is_large in zip(size, times, large, strict=True) if is_large and ms]
