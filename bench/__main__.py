@@ -58,38 +58,35 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error(f"there is no suite {name!r}; suites are {', '.join(SUITES)}")
         if reason := SUITES[name].missing():
             parser.error(f"suite {name}: {reason}")
-    for name in options.suites or registered():
-        document = measured(
-            SUITES[name], options.backend or list(LIBRARIES), options.device, options.quick, options.repeats, console
-        )
-        report.show(document, console)
-        if options.output and any("methods" in case for case in document["cases"]):
-            options.output.mkdir(parents=True, exist_ok=True)
-            path = options.output / f"{options.device}-{name}.json"
-            path.write_text(json.dumps(document, indent=1) + "\n")
+    with tempfile.TemporaryDirectory() as cache:
+        for name in options.suites or registered():
+            document = measured(SUITES[name], options, cache, console)
+            report.show(document, console)
+            if options.output and any("methods" in case for case in document["cases"]):
+                options.output.mkdir(parents=True, exist_ok=True)
+                path = options.output / f"{options.device}-{name}.json"
+                path.write_text(json.dumps(document, indent=1) + "\n")
     if not options.suites:
         for name, suite in SUITES.items():
             if reason := suite.missing():
                 console.print(f"suite {name}: {reason}")
 
 
-def measured(
-    suite: Suite, libraries: list[str], device: str, quick: bool, repeats: int | None, console: Console
-) -> dict[str, Any]:
-    """The suite's document: the machine, and every case with its methods."""
-    groups = suite.groups(libraries, device, quick)
+def measured(suite: Suite, options: argparse.Namespace, cache: str, console: Console) -> dict[str, Any]:
+    """The suite's document: the machine, and every case with its methods. ``cache`` is a folder for compiled code."""
+    device, quick = options.device, options.quick
+    groups = suite.groups(options.backend or list(LIBRARIES), device, quick)
+    environment = _environment(cache)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     cases: list[dict[str, Any]] = []
     with (
-        tempfile.TemporaryDirectory() as cache,
         Progress(*columns, console=console, transient=True) as progress,
         concurrent.futures.ThreadPoolExecutor(2 if device == "cpu" else 1) as pool,
     ):
-        environment = _environment(cache)
         task = progress.add_task(suite.name, total=sum(map(len, groups)))
         for group in groups:
             progress.update(task, description=f"{suite.name}: {group[0]}")
-            found = in_subprocess("times", group, repeats or suite.repeats, environment)
+            found = in_subprocess("times", group, options.repeats or suite.repeats, environment)
             for case, result in zip(group, found, strict=True):
                 if suite.memory:
                     _add_memory(case, result.get("methods", {}), environment, pool)
@@ -120,8 +117,8 @@ def _add_memory(
 
 
 def _environment(cache: str) -> dict[str, str]:
-    """Empty compile caches, so that a first call compiles; JAX takes device memory as it needs it, or its counters
-    would show the whole device."""
+    """Compile caches that are empty when the run begins, so that a first call compiles; JAX takes device memory as it
+    needs it, or its counters would show the whole device."""
     return {
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         **os.environ,
