@@ -63,6 +63,15 @@ def grad(document: dict[str, Any]) -> str:
     return _timed(document, "grad", [MS, X_LIMIT, X_USUAL, SHARE, GRADIENT_ERROR])
 
 
+def shapes(document: dict[str, Any]) -> str:
+    return _timed(document, "forward", [MS, X_LIMIT, X_USUAL, ERROR])
+
+
+def small(document: dict[str, Any]) -> str:
+    columns = [("us", figure("ms", ".0f", 1e3)), X_USUAL, ("us above the usual way", figure("over_usual_us", ".0f"))]
+    return _timed(document, "small", columns)
+
+
 def reference(document: dict[str, Any]) -> str:
     """Measured figures beside the published ones; memory above the logits in both."""
     device = document["published"]["device"]
@@ -104,6 +113,9 @@ TABLES = {
     "head": ("cpu-peers.json", head),
     "grad": ("cpu-grad.json", grad),
     "reference": ("cpu-reference.json", reference),
+    "shapes": ("cpu-shapes.json", shapes),
+    "evaluation": ("cpu-shapes.json", small),
+    "small": ("cpu-scaling.json", small),
 }
 
 
