@@ -68,23 +68,28 @@ def _case(case: Case, repeats: int) -> dict[str, Any]:
     for _ in range(repeats):
         for name, run in calls.items():
             taken[name].append(_timed(library, run, inputs, loops[name])[0])
-    compared, limit = usual(case.what, case.library), next(iter(table))
+    medians = {name: statistics.median(values) for name, values in taken.items()}
+    compared = usual(case.what, case.library)
     for name, values in taken.items():
-        ms = statistics.median(values) * 1e3
-        found[name] |= {
-            "ms": _digits(ms),
-            "quartiles": [_digits(q * 1e3) for q in statistics.quantiles(values, n=4, method="inclusive")[::2]],
-            "gb_s": _digits(case.bytes_to_move / ms / 1e6),
-            "x_limit": _digits(ms / (statistics.median(taken[limit]) * 1e3)),
-        }
-        if compared in taken:
-            usual_ms = statistics.median(taken[compared]) * 1e3
-            found[name]["x_usual"] = _digits(ms / usual_ms)
-            if case.what == "small":
-                found[name]["over_usual_us"] = _digits((ms - usual_ms) * 1e3)
+        found[name] |= _figures(case, values, medians[next(iter(table))], medians.get(compared))
         if name in sampled and compared in sampled:
             found[name]["to_usual"] = _digits(np.max(np.abs(sampled[name][0] - sampled[compared][0])))
     return {**described, "usual": compared, "device_name": library.device_name(case.device), "methods": found}
+
+
+def _figures(case: Case, seconds: list[float], limit: float, compared: float | None) -> dict[str, Any]:
+    median = statistics.median(seconds)
+    figures = {
+        "ms": _digits(median * 1e3),
+        "quartiles": [_digits(q * 1e3) for q in statistics.quantiles(seconds, n=4, method="inclusive")[::2]],
+        "gb_s": _digits(case.bytes_to_move / median / 1e9),
+        "x_limit": _digits(median / limit),
+    }
+    if compared is not None:
+        figures["x_usual"] = _digits(median / compared)
+        if case.what == "small":
+            figures["over_usual_us"] = _digits((median - compared) * 1e6)
+    return figures
 
 
 def _timed(library: Library, run: Callable[[], Any], inputs: Inputs, loops: int = 1) -> tuple[float, Any]:
