@@ -71,7 +71,8 @@ def _case(case: Case, repeats: int) -> dict[str, Any]:
     medians = {name: statistics.median(values) for name, values in taken.items()}
     compared = usual(case.what, case.library)
     for name, values in taken.items():
-        found[name] |= _figures(case, values, medians[next(iter(table))], medians.get(compared))
+        beside = None if name in LIMITS else medians.get(compared)
+        found[name] |= _figures(case, values, medians[next(iter(table))], beside)
         if name in sampled and compared in sampled:
             found[name]["to_usual"] = _digits(np.max(np.abs(sampled[name][0] - sampled[compared][0])))
     return {**described, "usual": compared, "device_name": library.device_name(case.device), "methods": found}
