@@ -89,18 +89,20 @@ def reference(document: dict[str, Any]) -> str:
 
 def parity(document: dict[str, Any]) -> str:
     lines = ["| logits | " + " | ".join(PARITY_COLUMNS) + " |", "|-" * (1 + len(PARITY_COLUMNS)) + "|"]
-    for name in dict.fromkeys(cell["distribution"] for cell in document["cells"]):
+    for name in dict.fromkeys((cell["quantity"], cell["distribution"]) for cell in document["cells"]):
         row = []
         for backend, execution in PARITY_COLUMNS.values():
             worst = [
                 cell["worst"]
                 for cell in document["cells"]
-                if (cell["distribution"], cell["backend"], cell["execution"]) == (name, backend, execution)
+                if (cell["quantity"], cell["distribution"]) == name
+                and (cell["backend"], cell["execution"]) == (backend, execution)
                 and cell["device"] == "cpu"
                 and cell["status"] in ("ok", "FAIL", "peer")
             ]
             row.append(f"{max(map(float, worst)):.2g}" if worst else "")
-        lines.append(f"| {name} | " + " | ".join(row) + " |")
+        of = "" if name[0] == "logprob" else f"{name[0]}, "
+        lines.append(f"| {of}{name[1]} | " + " | ".join(row) + " |")
     ok = sum(cell["status"] == "ok" for cell in document["cells"])
     failed = sum(cell["status"] == "FAIL" for cell in document["cells"])
     missing = sorted({cell["status"] for cell in document["cells"] if cell["status"].startswith("not run here")})

@@ -15,6 +15,7 @@ def logprobs(
     temperature: Any = 1.0,
     ignore_index: int | None = None,
     invalid_ids: InvalidIds = "auto",
+    inplace_backward: bool = False,
     _backend: Backend | None = None,
 ) -> Array:
     """Log-probability of each id under softmax(logits / temperature), in nats.
@@ -39,6 +40,10 @@ def logprobs(
     invalid_ids
         What an id outside [0, V) gives: "raise" an IndexError that names the first, "nan", or "auto": raise where
         the values can be read without waiting for a device (NumPy, CPU arrays outside traced code), NaN elsewhere.
+    inplace_backward
+        torch only: the backward pass overwrites the logits with their gradient and so takes no memory. The logits
+        must then be the result of an operation, not a leaf, and nothing else may need their values afterwards:
+        autograd says so ("modified by an inplace operation") where something does.
 
     Returns
     -------
@@ -52,7 +57,7 @@ def logprobs(
     TypeError
         A dtype or a kind of object that the call does not take, or a mix of libraries.
     ValueError
-        A shape, device, temperature or option that does not fit.
+        A shape, device, temperature or option that does not fit; logits that inplace_backward can't overwrite.
     IndexError
         An id outside the vocabulary (see invalid_ids).
 
@@ -73,5 +78,5 @@ def logprobs(
     The merge of block maxima and sums is the online softmax of Milakov and Gimelshein (arXiv:1805.02867).
     """
     backend = _backend or backend_for(logits)
-    call = contract.check(backend, logits, ids, temperature, ignore_index, invalid_ids)
+    call = contract.check(backend, logits, ids, temperature, ignore_index, invalid_ids, inplace_backward)
     return backend.logprobs(call)

@@ -63,6 +63,10 @@ class Backend(Protocol):
 
     def from_numpy(self, array: Any, like: Array) -> Array: ...
     def to_numpy(self, array: Array) -> Any: ...
+    def check_inplace_backward(self, logits: Array) -> None:
+        """ValueError where the backward pass can't overwrite the logits."""
+        ...
+
     def logprobs(self, call: Call) -> Array:
         """Log-probabilities of the shape of the ids."""
         ...
@@ -111,6 +115,12 @@ class ArrayApiBackend:
 
     def to_numpy(self, array: Array) -> Any:
         return np.asarray(array)
+
+    def check_inplace_backward(self, logits: Array) -> None:
+        raise ValueError(
+            "inplace_backward=True overwrites the logits of torch in its backward pass; logits is an array of"
+            f" {type(logits).__module__.split('.')[0]}, which has no such pass"
+        )
 
     def has_float64(self, x: Array) -> bool:
         xp = self.namespace(x)

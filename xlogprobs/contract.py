@@ -29,6 +29,7 @@ class Call(NamedTuple):
     ids: Array
     """logits.shape[:-1] or (*logits.shape[:-1], K) in [0, V), or IGNORED, or INVALID."""
     temperature: float | Array | None
+    inplace_backward: bool = False
 
     @property
     def rows(self) -> int:
@@ -47,6 +48,7 @@ def check(
     temperature: Any,
     ignore_index: int | None,
     invalid_ids: InvalidIds,
+    inplace_backward: bool = False,
 ) -> Call:
     check_logits(backend, logits)
     from xlogprobs.backend import numpy_backend
@@ -70,7 +72,9 @@ def check(
     refuse_invalid(source, backend, raw, encoded, logits, ignore_index, invalid_ids)
     if source is not backend:
         encoded = backend.from_numpy(encoded, logits)
-    return Call(logits, encoded, check_temperature(backend, logits, temperature))
+    if inplace_backward:
+        backend.check_inplace_backward(logits)
+    return Call(logits, encoded, check_temperature(backend, logits, temperature), inplace_backward)
 
 
 def check_logits(backend: "Backend", logits: Array) -> None:

@@ -35,11 +35,13 @@ def gradient(
     # an ignored id stands on column 0 and takes no share there: it sets column 0 to its own right value
     same = (columns[:, :, None] == ids[:, None, :]) | (ids == INVALID)[:, None, :]
     own = xp.sum(xp.where(same, scored[:, None, :], xp.zeros_like(scored)[:, None, :]), axis=-1)
-    row = -share * probability(x, summary, temperature, prim)
-    at_columns = own - share * probability(entries, summary, temperature, prim)
-    at_columns = xp.where(entries == -float("inf"), xp.zeros_like(at_columns), at_columns)
+    weight = -share * _inverse(xp, summary)[:, None]
     if temperature is not None:
-        row, at_columns = row / temperature[0][:, None], at_columns / temperature[0][:, None]
+        own, weight = own / temperature[0][:, None], weight / temperature[0][:, None]
+    row = weight * _relative(x, summary, temperature, prim)
+    at_columns = own + weight * _relative(entries, summary, temperature, prim)
+    held = (entries != -float("inf")) | (summary.max == -float("inf"))[:, None]
+    at_columns = xp.where(~held, xp.zeros_like(at_columns), at_columns)
     return RowGradient(
         xp.where(active, row, xp.zeros_like(row)), columns, xp.where(active, at_columns, xp.zeros_like(at_columns))
     )
@@ -47,9 +49,18 @@ def gradient(
 
 def probability(x: Array, summary: Summary, temperature: Pair | None, prim: Primitives) -> Array:
     """softmax of the rows that ``summary`` sums up, at the entries ``x`` (N, any)."""
-    xp = prim.xp
-    scaled = prim.widen(xp, x) - summary.max[:, None]
+    return _relative(x, summary, temperature, prim) * _inverse(prim.xp, summary)[:, None]
+
+
+def _relative(x: Array, summary: Summary, temperature: Pair | None, prim: Primitives) -> Array:
+    """e^((x - m) / T)"""
+    scaled = prim.widen(prim.xp, x) - summary.max[:, None]
     if temperature is not None:
         scaled = scaled / temperature[0][:, None]
-    inverse: Any = xp.astype(1.0 / (1.0 + summary.rest), scaled.dtype)
-    return xp.exp(scaled) * inverse[:, None]
+    return prim.exp(prim.xp, scaled)
+
+
+def _inverse(xp: Any, summary: Summary) -> Array:
+    """1 / (1 + r), NaN for a row without a distribution."""
+    inverse: Any = xp.astype(1.0 / (1.0 + summary.rest), summary.max.dtype)
+    return xp.where(xp.isfinite(summary.max), inverse, xp.full_like(inverse, float("nan")))

@@ -81,12 +81,23 @@ def sum_last_axis(xp: Any, terms: Array) -> Array:
     return xp.sum(terms, axis=-1)
 
 
-def sum_exp(xp: Any, block: Array, maximum: Array, temperature: Array | None) -> Array:
+def exp(xp: Any, x: Array) -> Array:
+    """e^x of ``x <= 0``."""
+    return xp.exp(x)
+
+
+def sum_exp(
+    xp: Any,
+    block: Array,
+    maximum: Array,
+    temperature: Array | None,
+    exp: Callable[[Any, Array], Array] = exp,
+) -> Array:
     """Sum over the last axis of e^((x - m) / T); ``maximum`` and ``temperature`` have the shape without that axis."""
     scaled = widen(xp, block) - maximum[..., None]
     if temperature is not None:
         scaled = scaled / temperature[..., None]
-    return xp.sum(xp.exp(scaled), axis=-1)
+    return xp.sum(exp(xp, scaled), axis=-1)
 
 
 def device_of(x: Array) -> Any:
@@ -103,6 +114,7 @@ class Primitives:
     widen: Callable[[Any, Array], Array] = widen
     take: Callable[[Any, Array, Array], Array] = take
     window: Callable[[Any, Array, Array, Array, int], Array] = window
+    exp: Callable[[Any, Array], Array] = exp
     sum_exp: Callable[[Any, Array, Array, Array | None], Array] = sum_exp
     sum_last_axis: Callable[[Any, Array], Array] = sum_last_axis
     row_numbers: Callable[[Any, Array], Array] = row_numbers

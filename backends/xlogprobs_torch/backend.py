@@ -6,6 +6,7 @@ from typing import Any
 import array_api_compat.torch as xp
 import numpy as np
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from xlogprobs.backend import ArrayApiBackend, BackendInfo
 from xlogprobs.contract import Call
@@ -40,9 +41,12 @@ class TorchBackend(ArrayApiBackend):
         return tensor.to(like.device)
 
     def to_numpy(self, array: torch.Tensor) -> Any:
-        return array.detach().to("cpu").to_dense().float().numpy() if array.dtype == torch.bfloat16 else (
-            array.detach().to("cpu").numpy()
-        )  # fmt: skip
+        with temporarily_clear_interpreter_stack():  # inside torch.func, operations on plain tensors give wrapped ones
+            array = array.detach().to("cpu").to_dense()
+            return (array.float() if array.dtype == torch.bfloat16 else array).numpy()
+
+    def check_inplace_backward(self, logits: torch.Tensor) -> None:
+        boundary.check_in_place(logits)
 
     def logprobs(self, call: Call) -> torch.Tensor:
         logits, temperature = call.logits, call.temperature
@@ -50,13 +54,7 @@ class TorchBackend(ArrayApiBackend):
             temperature = torch.full((), temperature, dtype=torch.float64).to(
                 dtype=None if compiled.has_float64(logits.device) else torch.float32, device=logits.device
             )
-        if temperature is not None and temperature.requires_grad:
-            raise ValueError(
-                "temperature requires a gradient, which logprobs does not compute; pass temperature.detach(), or scale"
-                " the logits yourself"
-            )
-        ids = call.ids.to(torch.int64)
-        return boundary.logprobs(logits, ids, temperature)
+        return boundary.logprobs(logits, call.ids.to(torch.int64), temperature, call.inplace_backward)
 
     def info(self) -> BackendInfo:
         devices = ["cpu"]

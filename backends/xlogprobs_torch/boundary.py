@@ -7,25 +7,64 @@ Inductor drops the rounding of half-precision logits that it fuses with their pr
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from xlogprobs.accurate import Pair
 from xlogprobs.contract import temperature_pair
 from xlogprobs.summary import Summary
-from xlogprobs_torch import compiled, npu
+from xlogprobs_torch import compiled, derivatives, npu
 
 import array_api_compat.torch as xp  # isort: skip
 
+ALIGNMENT = 64  # bytes, torch's own
 
-def logprobs(logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
-    """Log-probabilities of encoded int64 ids, of their shape."""
+
+def logprobs(
+    logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor | None, in_place: bool = False
+) -> torch.Tensor:
+    """Log-probabilities of encoded int64 ids, of their shape; ``in_place`` the gradient overwrites the logits."""
     if torch.compiler.is_compiling():
+        if temperature is not None and temperature.requires_grad:
+            raise ValueError(
+                "temperature requires a gradient, which logprobs computes outside torch.compile only; pass"
+                " temperature.detach(), or scale the logits yourself"
+            )
         result: torch.Tensor = _operator(logits, ids, temperature)[0]
         return result
-    if torch.is_grad_enabled() and logits.requires_grad:
-        return _Boundary.apply(logits, ids, temperature)[0]  # type: ignore[no-untyped-call,no-any-return]
-    return _forward(logits, ids, temperature)[0]
+    if _is_forward_over_forward():
+        return derivatives.logprobs(logits, ids, temperature)
+    return _Boundary.apply(logits, ids, temperature, in_place)[0]  # type: ignore[no-untyped-call,no-any-return]
+
+
+def check_in_place(logits: torch.Tensor) -> None:
+    """ValueError where the gradient must not overwrite the logits, or where no one would notice that it did."""
+    why = None
+    if torch.compiler.is_compiling():
+        why = "inside torch.compile, which plans memory itself"
+    elif torch._C._functorch.is_functorch_wrapped_tensor(logits):
+        why = "under torch.func, which may need the logits again"
+    elif not logits.requires_grad or not torch.is_grad_enabled():
+        return
+    elif logits.is_leaf or (logits._is_view() and logits._base is not None and logits._base.is_leaf):
+        why = "as the gradient of a leaf, whose values are yours; logits must be the result of an operation"
+    elif _overlaps(logits):
+        why = f"into memory that several entries share: shape {tuple(logits.shape)}, strides {logits.stride()}"
+    elif torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        why = "under saved_tensors_hooks (offloading, torch.utils.checkpoint), where autograd can't see the change"
+    if why:
+        raise ValueError(f"inplace_backward=True can't write {why}")
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two entries may share memory."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def _forward(
@@ -41,14 +80,15 @@ def _forward(
         if many:
             flat_ids = _normal(ids).reshape(rows, many)
             pair = _pair(temperature, rows, logits)
-            for x, where in _pieces(logits, vocab):
+            for x, where, _ in _pieces(logits, vocab):
                 part = pair and (pair[0][where], pair[1][where])
                 if _fused(x):
                     out[where] = npu.fused_logprobs(x, _plain(flat_ids[where]), part)
                     continue  # the operator gives no summary; the backward pass makes its own
                 out[where], summary = compiled.forward(x, _plain(flat_ids[where]), part)
                 maximum[where], rest[where] = summary.max, summary.rest
-        return out.view(ids.shape), maximum, rest
+        positions = logits.shape[:-1]
+        return out.view(ids.shape), maximum.view(positions), rest.view(positions)
 
 
 def _backward(
@@ -58,35 +98,106 @@ def _backward(
     temperature: torch.Tensor | None,
     maximum: torch.Tensor,
     rest: torch.Tensor,
+    in_place: bool = False,
 ) -> torch.Tensor:
     with _normalised(logits):
         rows, vocab, many = _sizes(logits, ids)
-        result = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        result = _normal(logits) if in_place else _fresh(logits)
         if not many:
             return result.zero_()
-        flat, flat_ids = result.view(rows, vocab), _normal(ids).reshape(rows, many)
-        flat_upstream = _normal(upstream).reshape(rows, many)
+        flat_ids, flat_upstream = _normal(ids).reshape(rows, many), _normal(upstream).reshape(rows, many)
+        summaries = Summary(_normal(maximum).reshape(rows), _normal(rest).reshape(rows), None)
         pair = _pair(temperature, rows, logits)
-        for x, where in _pieces(logits, vocab):
+        for x, where, view in _pieces(logits, vocab, overlap=not in_place):
             part = pair and (pair[0][where], pair[1][where])
-            summary = compiled.summary(x, part) if _fused(x) else Summary(maximum[where], rest[where], None)
-            flat[where] = compiled.backward(x, _plain(flat_ids[where]), _plain(flat_upstream[where]), summary, part)
+            summary = (
+                compiled.summary(x, part) if _fused(x) else Summary(summaries.max[where], summaries.rest[where], None)
+            )
+            plain = _plain(flat_ids[where]), _plain(flat_upstream[where])
+            if not in_place:
+                compiled.backward(x, *plain, summary, part, result.view(rows, vocab)[where])
+            elif x.data_ptr() == view.data_ptr():
+                compiled.backward(x, *plain, summary, part, None)
+            else:
+                view.copy_(compiled.backward(x, *plain, summary, part, None))
+        if in_place:
+            torch.autograd.graph.increment_version(logits)
         return result
 
 
 class _Boundary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor | None) -> Any:
-        out, maximum, rest = _forward(logits, ids, temperature)
-        ctx.save_for_backward(logits, ids, temperature, maximum, rest)
-        ctx.mark_non_differentiable(maximum, rest)
-        return out, maximum, rest
+    """Of a call outside torch.compile. What it saves: its arguments, and two numbers a row."""
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, upstream: torch.Tensor, *_: Any) -> Any:
+    def forward(logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor | None, in_place: bool) -> Any:
+        return _forward(logits, ids, temperature)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        logits, ids, temperature, ctx.in_place = inputs
+        _, maximum, rest = output
+        ctx.mark_non_differentiable(maximum, rest)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits, ids, temperature, maximum, rest)
+        ctx.save_for_forward(logits, ids, temperature, maximum, rest)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor | None, *_: Any) -> Any:
+        if upstream is None:
+            return None, None, None, None
         logits, ids, temperature, maximum, rest = ctx.saved_tensors
-        return _backward(upstream, logits, ids, temperature, maximum, rest), None, None
+        # differentiable again for create_graph=True and torch.func, and as plain operations under vmap
+        if torch.is_grad_enabled() or _is_batched(upstream):
+            if ctx.in_place:
+                raise RuntimeError(
+                    "the gradient of logprobs(..., inplace_backward=True) can be taken once only: create_graph and vmap"
+                    " need logits that still hold their values"
+                )
+            of_logits, of_temperature = derivatives.gradient(logits, ids, temperature, upstream)
+            return of_logits, None, of_temperature, None
+        of_temperature = of_logits = None
+        if ctx.needs_input_grad[2]:  # first, while the logits hold their values
+            of_temperature = derivatives.gradient(logits, ids, temperature, upstream)[1]
+        if ctx.needs_input_grad[0]:
+            of_logits = _backward(upstream, logits, ids, temperature, maximum, rest, ctx.in_place)
+        return of_logits, None, of_temperature, None
+
+    @staticmethod
+    def jvp(
+        ctx: Any, logits_tangent: torch.Tensor | None, _: None, temperature_tangent: torch.Tensor | None, *__: None
+    ) -> Any:
+        logits, ids, temperature, *_rest = ctx.saved_tensors
+        change = derivatives.tangent(logits, ids, temperature, logits_tangent, temperature_tangent)
+        return change, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
+        """The batch becomes the first axis of every argument."""
+        size, (logits, ids, temperature, in_place) = info.batch_size, inputs
+        logits, ids = (_first(tensor, dim, size) for tensor, dim in zip((logits, ids), in_dims, strict=False))
+        if in_dims[2] is not None:
+            temperature = temperature.movedim(in_dims[2], 0)
+            if temperature.ndim == 1:  # one number for each call
+                temperature = temperature.reshape(-1, *(1,) * (logits.ndim - 2)).expand(logits.shape[:-1])
+        elif temperature is not None and temperature.ndim:
+            temperature = temperature.expand(logits.shape[:-1])
+        return _Boundary.apply(logits, ids, temperature, in_place), (0, 0, 0)  # type: ignore[no-untyped-call]
+
+
+def _is_batched(tensor: torch.Tensor) -> bool:
+    """Whether it stands for many, under torch.func.vmap or is_grads_batched=True (keys FuncTorchBatched, Batched)."""
+    return "Batched" in str(torch._C._dispatch_keys(tensor))
+
+
+def _is_forward_over_forward() -> bool:
+    """Whether two or more forward-mode transforms of torch.func run: torch takes a second tangent of its
+    autograd.Function for 0, in silence."""
+    levels = torch._C._functorch.get_interpreter_stack() or []
+    return sum(level.key() == torch._C._functorch.TransformType.Jvp for level in levels) > 1
+
+
+def _first(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
+    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
 @torch.library.custom_op("xlogprobs::logprobs", mutates_args=())
@@ -101,9 +212,8 @@ def _(
     logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     wide = torch.float64 if compiled.has_float64(logits.device) else torch.float32
-    rows = logits.shape[:-1].numel()
-    out = logits.new_empty(ids.shape, dtype=_arithmetic(logits))
-    return out, logits.new_empty((rows,), dtype=out.dtype), logits.new_empty((rows,), dtype=wide)
+    out, positions = logits.new_empty(ids.shape, dtype=_arithmetic(logits)), logits.shape[:-1]
+    return out, logits.new_empty(positions, dtype=out.dtype), logits.new_empty(positions, dtype=wide)
 
 
 @torch.library.custom_op("xlogprobs::logprobs_backward", mutates_args=())
@@ -159,6 +269,19 @@ class _normalised:
             mode.__exit__(*error)
 
 
+def _fresh(logits: torch.Tensor) -> torch.Tensor:
+    """Contiguous memory of the shape of the logits, not yet written.
+
+    On a CPU it is NumPy's, which asks the kernel for huge pages: a first write to ordinary pages takes several times
+    as long as the gradient itself.
+    """
+    if logits.device.type != "cpu":
+        return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    memory = np.empty(logits.numel() * logits.itemsize + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return torch.from_numpy(memory[start : start + memory.size - ALIGNMENT]).view(logits.dtype).view(logits.shape)
+
+
 def _fused(x: torch.Tensor) -> bool:
     """Whether these rows go through the fused operator of torch_npu: on an NPU, where nothing compiles."""
     return x.device.type == "npu" and not compiled.compiles(x.device) and npu.takes(x)
@@ -179,8 +302,8 @@ def _normal(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(piece: torch.Tensor) -> torch.Tensor:
-    """Contiguous with the strides of its shape: a lone row may be contiguous at any stride, and a graph is not."""
-    return piece.contiguous().view(-1).view(piece.shape)
+    """(N, any), contiguous with the strides of its shape: a lone row is contiguous at any stride, and a graph not."""
+    return piece.contiguous().as_strided(piece.shape, (piece.shape[1], 1))
 
 
 def _pair(temperature: torch.Tensor | None, rows: int, logits: torch.Tensor) -> Pair | None:
@@ -188,12 +311,14 @@ def _pair(temperature: torch.Tensor | None, rows: int, logits: torch.Tensor) -> 
     return pair and (pair[0].to(logits.device), pair[1].to(logits.device))
 
 
-def _pieces(logits: torch.Tensor, vocab: int) -> Iterator[tuple[torch.Tensor, slice]]:
-    """Contiguous pieces of the rows and where they stand among all rows; only a piece is ever copied."""
+def _pieces(
+    logits: torch.Tensor, vocab: int, overlap: bool = True
+) -> Iterator[tuple[torch.Tensor, slice, torch.Tensor]]:
+    """Contiguous pieces of the rows, where they stand among all rows, and the views that they are, or copy."""
     first = 0
     for view in _row_views(_normal(logits), vocab):
-        for part in compiled.pieces(view.shape[0], vocab, view.device):
-            yield _plain(view[part]), slice(first + part.start, first + part.stop)
+        for part in compiled.pieces(view.shape[0], vocab, view.device, overlap):
+            yield _plain(view[part]), slice(first + part.start, first + part.stop), view[part]
         first += view.shape[0]
 
 

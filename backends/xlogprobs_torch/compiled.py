@@ -16,6 +16,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import array_api_compat.torch as xp
@@ -24,7 +25,7 @@ import torch
 from xlogprobs.accurate import Pair
 from xlogprobs.backend import logprob_rows
 from xlogprobs.gradient import gradient
-from xlogprobs.summary import Layout, Primitives, Summary, summarize
+from xlogprobs.summary import Layout, Primitives, Summary, sum_exp, summarize
 from xlogprobs_torch import npu
 from xlogprobs_torch.exponential import exp_of_nonpositive
 
@@ -104,32 +105,38 @@ def row_numbers(_: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.arange(x.shape[0], device=x.device)  # the array API's compares the count, which a graph does not know
 
 
-def sum_exp(_: Any, block: torch.Tensor, maximum: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
-    """`xlogprobs.summary.sum_exp`; compiled for a CPU, float32 takes the exponential that Inductor inlines.
+def exp(_: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.exp(x)
+
+
+def inlined_exp(_: Any, x: torch.Tensor) -> torch.Tensor:
+    return exp_of_nonpositive(x)
+
+
+def primitives(device: torch.device, dtype: torch.dtype) -> Primitives:
+    """Compiled for a CPU, float32 takes the exponential that Inductor inlines.
 
     Half precision keeps the library's: Inductor does not vectorise a bitcast in its loops over 16-bit numbers.
     """
-    scaled = widen(xp, block) - maximum[..., None]
-    if temperature is not None:
-        scaled = scaled / temperature[..., None]
-    inlined = torch.compiler.is_compiling() and block.device.type == "cpu" and block.dtype == torch.float32
-    return torch.sum(exp_of_nonpositive(scaled) if inlined else torch.exp(scaled), -1)
-
-
-def primitives(device: torch.device) -> Primitives:
+    inlined = torch.compiler.is_compiling() and device.type == "cpu" and dtype == torch.float32
+    chosen = inlined_exp if inlined else exp
     return Primitives(
         xp,
         has_float64=has_float64(device),
         widen=widen,
         take=take,
         window=window,
-        sum_exp=sum_exp,
+        exp=chosen,
+        sum_exp=partial(sum_exp, exp=chosen),
         row_numbers=row_numbers,
     )
 
 
-def pieces(rows: int, vocab: int, device: torch.device) -> Iterator[slice]:
-    """Row slices in the sizes that are compiled; they may overlap, since a row's bits do not depend on its piece."""
+def pieces(rows: int, vocab: int, device: torch.device, overlap: bool) -> Iterator[slice]:
+    """Row slices in the sizes that are compiled; they may overlap, since a row's bits do not depend on its piece.
+
+    Rows that are overwritten may not be met twice: without ``overlap``, the last few go one by one.
+    """
     if rows == 0:
         return
     if not compiles(device):
@@ -145,8 +152,12 @@ def pieces(rows: int, vocab: int, device: torch.device) -> Iterator[slice]:
         yield slice(first, first + largest)
     size = SMALL if rows >= SMALL else 1
     for first in range(whole, rows, size):
-        first = min(first, rows - size)
-        yield slice(first, first + size)
+        if first + size <= rows:
+            yield slice(first, first + size)
+        elif overlap:
+            yield slice(rows - size, rows)
+        else:
+            yield from (slice(row, row + 1) for row in range(first, rows))
 
 
 def forward(x: torch.Tensor, ids: torch.Tensor, temperature: Pair | None) -> tuple[torch.Tensor, Summary]:
@@ -156,28 +167,49 @@ def forward(x: torch.Tensor, ids: torch.Tensor, temperature: Pair | None) -> tup
 
 
 def backward(
-    x: torch.Tensor, ids: torch.Tensor, upstream: torch.Tensor, summary: Summary, temperature: Pair | None
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    upstream: torch.Tensor,
+    summary: Summary,
+    temperature: Pair | None,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Gradient (N, V) in the dtype of the rows."""
-    row: torch.Tensor
-    row, columns, at_columns = _run(_backward, x, ids, upstream, summary, temperature)
-    return row.scatter_(1, columns, at_columns)
+    """Writes the gradient into contiguous ``out`` (N, V) of the dtype of the rows; into the rows where it is None."""
+    if out is None:
+        columns, at_columns = _run(_backward_in_place, x, ids, upstream, summary, temperature)
+    else:
+        columns, at_columns = _run(_backward, x, ids, out, upstream, summary, temperature)
+    out = x if out is None else out
+    # not scatter_, which copies all of a half-precision array to float32 and back
+    return out.index_put_((row_numbers(xp, out)[:, None], columns), at_columns)
 
 
 def summary(x: torch.Tensor, temperature: Pair | None) -> Summary:
     """Summaries of rows (N, V), eagerly."""
-    return summarize(x, temperature, layout(x.shape[1], x.device), primitives(x.device))
+    return summarize(x, temperature, layout(x.shape[1], x.device), primitives(x.device, x.dtype))
 
 
 def _forward(x: torch.Tensor, ids: torch.Tensor, temperature: Pair | None) -> tuple[torch.Tensor, Summary]:
-    return logprob_rows(x, ids, temperature, layout(x.shape[1], x.device), primitives(x.device))
+    return logprob_rows(x, ids, temperature, layout(x.shape[1], x.device), primitives(x.device, x.dtype))
 
 
 def _backward(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    out: torch.Tensor,
+    upstream: torch.Tensor,
+    summary: Summary,
+    temperature: Pair | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    found = gradient(x, ids, upstream, summary, temperature, primitives(x.device, x.dtype))
+    out.copy_(found.row)
+    return found.columns, found.at_columns.to(x.dtype)
+
+
+def _backward_in_place(
     x: torch.Tensor, ids: torch.Tensor, upstream: torch.Tensor, summary: Summary, temperature: Pair | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    found = gradient(x, ids, upstream, summary, temperature, primitives(x.device))
-    return found.row.to(x.dtype), found.columns, found.at_columns.to(x.dtype)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _backward(x, ids, x, upstream, summary, temperature)
 
 
 def _run(function: Rows, x: torch.Tensor, ids: torch.Tensor, *rest: Any) -> Any:

@@ -13,15 +13,16 @@ LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4  # n * LN2_HIGH is exact for |n|
 # Fitted to e^f on [-0.3468, 0.3468] in relative error, each coefficient rounded to float32 before the next was
 # fitted; the largest relative error is 4.1e-9 before rounding.
 COEFFICIENTS = (0.0013899568002671003, 0.008368952199816704, 0.041666846722364426, 0.166665181517601, 0.5, 1.0, 1.0)
-SMALLEST = -87.0  # e^-87 = 1.6e-38 is the last that is no subnormal: below, it stands for 0
+SMALLEST = -87.0  # e^-87 = 1.6e-38 is the last that is no subnormal
 
 
 def exp_of_nonpositive(x: torch.Tensor) -> torch.Tensor:
-    """e^x of float32 ``x <= 0`` to one unit in the last place, and 1.6e-38 for anything below e^-87."""
-    x = torch.clamp_min(x, SMALLEST)
-    n = torch.round(x * LOG2_E)
-    f = (x - n * LN2_HIGH) - n * LN2_LOW
+    """e^x of float32 ``x <= 0`` to one unit in the last place, and 0 for anything below e^-87."""
+    held = torch.clamp_min(x, SMALLEST)
+    n = torch.round(held * LOG2_E)
+    f = (held - n * LN2_HIGH) - n * LN2_LOW
     p = torch.full_like(f, COEFFICIENTS[0])
     for coefficient in COEFFICIENTS[1:]:
         p = p * f + coefficient
-    return ((n.to(torch.int32) << 23) + p.view(torch.int32)).view(torch.float32)
+    result = ((n.to(torch.int32) << 23) + p.view(torch.int32)).view(torch.float32)
+    return torch.where(x < SMALLEST, 0.0, result)

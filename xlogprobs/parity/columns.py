@@ -1,8 +1,8 @@
 """The matrix's columns: each way to compute log-probabilities, from NumPy arrays to NumPy arrays."""
 
 import types
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -30,6 +30,8 @@ class Column:
     device: str
     compute: Callable[["Column", Array, Array, float], Array] = field(repr=False)
     peer: bool = False
+    differentiate: Callable[["Column", Array, Array, Array, float], Array] | None = field(default=None, repr=False)
+    """``(column, logits, ids, upstream, temperature)`` to the gradient of the logits."""
 
     def __str__(self) -> str:
         return f"{self.backend} {self.execution} {self.device}"
@@ -49,6 +51,8 @@ class Column:
         """Why this column cannot take this case though it runs here, or None."""
         if self.backend == "array-api-strict" and case.dtype in ("float16", "bfloat16"):
             return f"not run: array-api-strict has no {case.dtype}"
+        if case.quantity == "gradient" and self.differentiate is None:
+            return f"not run: {self.backend} {self.execution} has no gradients"
         if self.peer and (case.vocab not in PEER_VOCABS or len(case.shape) != 1 or case.ids_per_position):
             return "not run: peers are shown for flat batches of large vocabularies"
         return None
@@ -56,6 +60,12 @@ class Column:
     def run(self, logits: Array, ids: Array, temperature: float = 1.0) -> Array:
         """Log-probabilities of NumPy ``logits`` and ``ids``, computed this column's way, as a NumPy array."""
         return self.compute(self, logits, ids, temperature)
+
+    def gradient(self, logits: Array, ids: Array, upstream: Array, temperature: float = 1.0) -> Array:
+        """The gradient of the logits for NumPy ``upstream`` gradients, as a NumPy array of the logits' dtype."""
+        if self.differentiate is None:
+            raise ValueError(f"{self} has no gradients")
+        return self.differentiate(self, logits, ids, upstream, temperature)
 
 
 def _torch_lacks(device: str, *, compiled: bool) -> str | None:
@@ -101,15 +111,31 @@ def _with_numpy(column: Column, logits: Array, ids: Array, temperature: float) -
 
 
 def _with_torch(column: Column, logits: Array, ids: Array, temperature: float) -> Array:
+    x, targets = torch_array(logits, column.device), torch_array(ids, column.device)
+    with _execution(column):
+        out = (_generic if column.execution == "array-api" else _library)(x, targets, temperature)
+    return out.cpu().numpy()
+
+
+def _torch_gradient(column: Column, logits: Array, ids: Array, upstream: Array, temperature: float) -> Array:
     import torch
 
-    x, targets = torch_array(logits, column.device), torch_array(ids, column.device)
-    stance = torch.compiler.set_stance("force_eager") if column.execution == "eager" else nullcontext()
-    with stance:
-        out = (_generic if column.execution == "array-api" else _library)(x, targets, temperature)
+    x, targets, g = (torch_array(array, column.device) for array in (logits, ids, upstream))
+    with _execution(column):
+        (found,) = torch.autograd.grad(_library(x.requires_grad_(), targets, temperature), x, g)
+    found = found.cpu()
+    return found.view(torch.uint16).numpy().view(logits.dtype) if found.dtype == torch.bfloat16 else found.numpy()
+
+
+@contextmanager
+def _execution(column: Column) -> Iterator[None]:
+    """As the column's name says: eager, or compiled and nothing else."""
+    import torch
+
+    with torch.compiler.set_stance("force_eager") if column.execution == "eager" else nullcontext():
+        yield
     if column.execution == "compiled" and (reason := _torch_lacks(column.device, compiled=True)):
         raise RuntimeError(f"ran eagerly ({reason})")
-    return out.cpu().numpy()
 
 
 def torch_array(array: Array, device: str = "cpu") -> Array:
@@ -133,11 +159,29 @@ def _with_jax(column: Column, logits: Array, ids: Array, temperature: float) -> 
             return np.asarray(_library(x, targets, temperature))
 
 
-@cache
-def _jitted(temperature: float) -> Any:
+def _jax_gradient(column: Column, logits: Array, ids: Array, upstream: Array, temperature: float) -> Array:
     import jax
 
-    return jax.jit(partial(_library, temperature=temperature))
+    device = jax.devices(column.device)[0]
+    with jax.enable_x64(True) if logits.dtype == np.float64 else nullcontext():
+        x, targets, g = (jax.device_put(array, device) for array in (logits, ids, upstream))
+        if column.execution == "user's jit":
+            return np.asarray(_jitted(temperature, gradient=True)(x, targets, g))
+        with jax.disable_jit() if column.execution == "eager" else nullcontext():
+            return np.asarray(_pullback(x, targets, g, temperature=temperature))
+
+
+def _pullback(x: Array, ids: Array, upstream: Array, temperature: float) -> Array:
+    import jax
+
+    return jax.vjp(lambda x: _library(x, ids, temperature), x)[1](upstream)[0]
+
+
+@cache
+def _jitted(temperature: float, *, gradient: bool = False) -> Any:
+    import jax
+
+    return jax.jit(partial(_pullback if gradient else _library, temperature=temperature))
 
 
 def _log_softmax(x: Array, ids: Array, temperature: float) -> Array:
@@ -169,15 +213,15 @@ COLUMNS = (
     Column("array-api-strict", "eager", "cpu", _with_strict),
     Column("numpy", "eager", "cpu", _with_numpy),
     Column("numpy", "array-api", "cpu", _with_numpy),
-    Column("torch", "eager", "cpu", _with_torch),
-    Column("torch", "compiled", "cpu", _with_torch),
+    Column("torch", "eager", "cpu", _with_torch, differentiate=_torch_gradient),
+    Column("torch", "compiled", "cpu", _with_torch, differentiate=_torch_gradient),
     Column("torch", "array-api", "cpu", _with_torch),
-    Column("jax", "eager", "cpu", _with_jax),
-    Column("jax", "compiled", "cpu", _with_jax),
-    Column("jax", "user's jit", "cpu", _with_jax),
-    Column("torch", "compiled", "cuda", _with_torch),
-    Column("torch", "compiled", "npu", _with_torch),
-    Column("jax", "compiled", "gpu", _with_jax),
+    Column("jax", "eager", "cpu", _with_jax, differentiate=_jax_gradient),
+    Column("jax", "compiled", "cpu", _with_jax, differentiate=_jax_gradient),
+    Column("jax", "user's jit", "cpu", _with_jax, differentiate=_jax_gradient),
+    Column("torch", "compiled", "cuda", _with_torch, differentiate=_torch_gradient),
+    Column("torch", "compiled", "npu", _with_torch, differentiate=_torch_gradient),
+    Column("jax", "compiled", "gpu", _with_jax, differentiate=_jax_gradient),
 )
 PEERS = (
     Column("torch log_softmax", "compiled", "cpu", partial(_with_peer, _log_softmax), peer=True),

@@ -1,7 +1,7 @@
 """The matrix's rows: batches of logits, each made from its own description."""
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +26,8 @@ DISTRIBUTIONS = (
 )
 REAL = "SmolLM2"
 REAL_VOCAB = 49152
+GRADIENT_DISTRIBUTIONS = ("normal 3", "peaked", "offset 1e4", "masked", REAL)
+GRADIENT_VOCABS = (7, 50257, REAL_VOCAB)
 REAL_FILE = Path(__file__).resolve().parents[2] / "tests" / "data" / "smollm2.safetensors"
 
 
@@ -39,15 +41,20 @@ class Case:
     shape: tuple[int, ...]
     temperature: float = 1.0
     ids_per_position: int | None = None
+    quantity: str = "logprob"
+    """What is computed of it: "logprob", or "gradient", of the logits, for the upstream gradients of `upstream`."""
 
     def __str__(self) -> str:
         shape = "x".join(map(str, (*self.shape, self.vocab)))
         many = f" K={self.ids_per_position}" if self.ids_per_position else ""
-        return f"{self.distribution} {self.dtype} {shape}{many} T={self.temperature}"
+        of = f"{self.quantity} of " if self.quantity != "logprob" else ""
+        return f"{of}{self.distribution} {self.dtype} {shape}{many} T={self.temperature}"
 
     @property
-    def result_dtype(self) -> type[np.floating[Any]]:
-        return np.float64 if self.dtype == "float64" else np.float32
+    def result_dtype(self) -> Any:
+        if self.quantity == "gradient":
+            return _dtype(self.dtype)
+        return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
 
     def missing(self) -> str | None:
         """Why this case cannot be made here, or None."""
@@ -70,6 +77,12 @@ class Case:
         logits = _draw(rng, self.distribution, rows, self.vocab, ids)
         shape = self.shape if self.ids_per_position is None else (*self.shape, columns)
         return logits.reshape(*self.shape, self.vocab).astype(_dtype(self.dtype)), ids.reshape(shape)
+
+    def upstream(self) -> Array:
+        """Upstream gradients of the shape of the ids, in the dtype of the log-probabilities."""
+        shape = self.shape if self.ids_per_position is None else (*self.shape, self.ids_per_position)
+        drawn = np.random.default_rng(zlib.crc32(str(self).encode()) + 1).standard_normal(shape)
+        return drawn.astype(np.float64 if self.dtype == "float64" else np.float32)
 
 
 def _draw(rng: np.random.Generator, distribution: str, rows: int, vocab: int, ids: Array) -> Array:
@@ -150,7 +163,12 @@ def cases(quick: bool = False) -> list[Case]:
         for dtype in ("bfloat16", "float32")
         for temperature in (1.0, 0.7)
     ]
-    return [*plain, *tempered, *shaped, *real]
+    gradients = [
+        replace(case, quantity="gradient")
+        for case in (*plain, *tempered, *shaped, *real)
+        if case.distribution in GRADIENT_DISTRIBUTIONS and case.vocab in GRADIENT_VOCABS
+    ]
+    return [*plain, *tempered, *shaped, *real, *gradients]
 
 
 def absent(module: str, extra: str) -> str | None:

@@ -1,5 +1,6 @@
 """The matrix's cells: each column on each case, against the oracle and against the other columns."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -8,7 +9,18 @@ import numpy as np
 from xlogprobs.accurate import Array
 from xlogprobs.parity.columns import COLUMNS, PEERS, Column
 from xlogprobs.parity.distributions import Case, cases
-from xlogprobs.parity.oracle import bound, difference, error, identical, reference, rounded, ulp
+from xlogprobs.parity.oracle import (
+    bound,
+    difference,
+    error,
+    gradient,
+    gradient_bound,
+    identical,
+    reference,
+    rounded,
+    rounding,
+    ulp,
+)
 
 
 @dataclass(frozen=True)
@@ -28,6 +40,12 @@ class Cell:
     identical: float = np.nan
     apart: float = np.nan
     detail: str = ""
+
+    @property
+    def results(self) -> int:
+        """How many numbers the column computed."""
+        each = self.case.vocab if self.case.quantity == "gradient" else self.case.ids_per_position or 1
+        return math.prod(self.case.shape) * each
 
     @property
     def ran(self) -> bool:
@@ -56,7 +74,7 @@ def _measure_case(case: Case, columns: Sequence[Column], unavailable: dict[Colum
     if missing := case.missing():
         return [Cell(column, case, unavailable[column] or missing) for column in columns]
     logits, ids = case.arrays()
-    exact = reference(logits, ids, temperature=case.temperature)
+    exact = expected(case, logits, ids)
     outputs: dict[Column, Array] = {}
     reasons: dict[Column, Cell] = {}
     for column in columns:
@@ -64,23 +82,41 @@ def _measure_case(case: Case, columns: Sequence[Column], unavailable: dict[Colum
             reasons[column] = Cell(column, case, reason)
             continue
         try:
-            outputs[column] = column.run(logits, ids, case.temperature)
+            outputs[column] = computed(column, case, logits, ids)
         except Exception as failure:  # the matrix goes on; this cell shows what was raised
             reasons[column] = Cell(column, case, "FAIL", detail=f"{type(failure).__name__}: {failure}")
     return [reasons.get(column) or compare(column, case, exact, outputs) for column in columns]
+
+
+def expected(case: Case, logits: Array, ids: Array) -> Array:
+    """What the oracle says of the case, in float64."""
+    if case.quantity == "gradient":
+        return gradient(logits, ids, case.upstream(), temperature=case.temperature)
+    return reference(logits, ids, temperature=case.temperature)
+
+
+def computed(column: Column, case: Case, logits: Array, ids: Array) -> Array:
+    """What the column makes of the case."""
+    if case.quantity == "gradient":
+        return column.gradient(logits, ids, case.upstream(), case.temperature)
+    return column.run(logits, ids, case.temperature)
 
 
 def compare(column: Column, case: Case, exact: Array, outputs: dict[Column, Array]) -> Cell:
     """The cell of ``column``, given the oracle's values and every column's output on this case."""
     out = outputs[column]
     if out.shape != exact.shape or out.dtype != case.result_dtype:
-        expected = f"expected {exact.shape} of {np.dtype(case.result_dtype)}"
-        return Cell(column, case, "FAIL", detail=f"the result is {out.shape} of {out.dtype}; {expected}")
-    unit = bound(exact, case.result_dtype)
+        wanted = f"expected {exact.shape} of {np.dtype(case.result_dtype)}"
+        return Cell(column, case, "FAIL", detail=f"the result is {out.shape} of {out.dtype}; {wanted}")
+    if case.quantity == "gradient":
+        unit = gradient_bound(exact, case.upstream(), case.temperature, case.result_dtype)
+    else:
+        unit = bound(exact, case.result_dtype)
     wrong = error(out, exact)
     others = [o for other, o in outputs.items() if other is not column and not other.peer and o.shape == out.shape]
     worst = float(np.max(wrong / unit, initial=0.0))
-    apart = max((float(np.max(difference(out, other) / unit, initial=0.0)) for other in others), default=0.0)
+    between = unit + (rounding(exact, case.result_dtype) if case.quantity == "gradient" else 0.0)  # both are rounded
+    apart = max((float(np.max(difference(out, other) / between, initial=0.0)) for other in others), default=0.0)
     return Cell(
         column,
         case,

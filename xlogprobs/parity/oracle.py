@@ -43,6 +43,49 @@ def reference(logits: Array, ids: Array, *, temperature: Array = 1.0) -> Array:
     return np.where(np.isfinite(largest), exact, np.nan).reshape(ids.shape)
 
 
+def gradient(logits: Array, ids: Array, upstream: Array, *, temperature: float = 1.0) -> Array:
+    """Gradient of ``sum(upstream * logprobs)`` with respect to the logits, in float64.
+
+    ``(sum of g_k over the ids at v - G p_v) / T`` with G the sum of a position's g_k; 0 where a logit is -inf, NaN in
+    rows without a distribution. Arguments and errors as for `reference`; upstream has the shape of ids.
+
+    >>> gradient(np.zeros((1, 4), np.float32), np.array([0]), np.array([1.0]))
+    array([[ 0.75, -0.25, -0.25, -0.25]])
+    """
+    x = np.asarray(logits).astype(np.float64)
+    columns, g = (a[..., None] if np.ndim(ids) < x.ndim else np.asarray(a) for a in (ids, upstream))
+    flat, total = np.zeros((x.size // x.shape[-1], x.shape[-1])), g.astype(np.float64).sum(axis=-1, keepdims=True)
+    rows = np.arange(len(flat))[:, None]
+    np.add.at(flat, (rows, columns.reshape(len(flat), -1)), g.reshape(len(flat), -1))
+    with np.errstate(invalid="ignore", over="ignore"):
+        largest = np.max(x, axis=-1, keepdims=True)
+        every = np.broadcast_to(np.arange(x.shape[-1]), x.shape)
+        p = np.exp(reference(x, every, temperature=np.full(x.shape[:-1], temperature)))
+        found = (flat.reshape(x.shape) - total * p) / temperature
+    return np.where(np.isfinite(largest), np.where(x == -np.inf, 0.0, found), np.nan)
+
+
+def gradient_bound(reference: Array, upstream: Array, temperature: float, dtype: Any) -> Array:
+    """How far a gradient of ``dtype`` may be from ``reference``: ``1e-6 max(1, |upstream| / T)`` (float64: 1e-12), and
+    in half precision one rounding more.
+
+    >>> gradient_bound(np.array([[0.5, -0.5]]), np.array([2.0]), 1.0, np.float32)
+    array([[2.e-06, 2.e-06]])
+    """
+    r = np.asarray(reference, np.float64)
+    largest = np.abs(upstream).reshape(*r.shape[:-1], -1).max(axis=-1, keepdims=True)
+    small = 1e-12 if np.dtype(dtype) == np.float64 else 1e-6
+    allowed = np.broadcast_to(small * np.maximum(1.0, largest / min(1.0, temperature)), r.shape)
+    return allowed + rounding(r, dtype)
+
+
+def rounding(reference: Array, dtype: Any) -> Array:
+    """What one rounding to half precision may cost: half a unit in the last place; 0 for wider types."""
+    if np.dtype(dtype).itemsize > 2:
+        return np.zeros(np.shape(reference))
+    return ulp(reference, dtype) / 2
+
+
 def bound(reference: Array, dtype: Any = np.float32) -> Array:
     """How far a result of ``dtype`` (float32 or float64) may be from ``reference``, by the contract.
 
@@ -64,6 +107,10 @@ def bound(reference: Array, dtype: Any = np.float32) -> Array:
 def ulp(reference: Array, dtype: Any = np.float32) -> Array:
     """The spacing of ``dtype`` at ``reference``, at least that at 1e-30: below it nothing relative is promised."""
     r = np.abs(np.asarray(reference, np.float64))
+    if np.dtype(dtype).itemsize == 2:
+        digits, smallest = (10, -14) if np.dtype(dtype) == np.float16 else (7, -126)
+        exponent = np.frexp(np.where(np.isfinite(r), r, 1.0))[1] - 1
+        return np.exp2(np.maximum(np.where(r == 0, smallest, exponent), smallest) - digits)
     limit = float(np.finfo(dtype).max)
     magnitude = np.clip(np.where(np.isfinite(r), r, 1.0), -NEGLIGIBLE, limit)
     return np.spacing(magnitude.astype(dtype)).astype(np.float64)

@@ -30,16 +30,21 @@ def table(cells: Sequence[Cell]) -> Any:
     view.add_column("logits")
     for column in ran:
         view.add_column(f"{column} (peer)" if column.peer else str(column), justify="right")
-    for name in dict.fromkeys((cell.case.distribution, cell.case.dtype) for cell in cells):
-        row = [cell for cell in cells if (cell.case.distribution, cell.case.dtype) == name]
+    for name in dict.fromkeys(_row(cell) for cell in cells):
+        row = [cell for cell in cells if _row(cell) == name]
         if any(cell.ran for cell in row):
-            view.add_row(" ".join(name), *(_summary([c for c in row if c.column == column]) for column in ran))
+            view.add_row(name, *(_summary([c for c in row if c.column == column]) for column in ran))
     notes = [f"{column}: {reason}" for column, reason in _not_run(cells).items()]
     bad = [cell for cell in cells if cell.status == "FAIL"]
     failures = [f"FAIL {c.column}, {c.case}: {c.detail or f'{c.worst:.3g} x bound, {c.apart:.3g} apart'}" for c in bad]
     kept = sum(cell.status == "ok" for cell in cells)
     notes += [*failures, f"{kept} cells within the bound of the oracle and of each other, {len(bad)} not"]
     return Group(view, *(Text(line) for line in notes))
+
+
+def _row(cell: Cell) -> str:
+    of = "" if cell.case.quantity == "logprob" else f"{cell.case.quantity} of "
+    return f"{of}{cell.case.distribution} {cell.case.dtype}"
 
 
 def _any_ran(cells: Sequence[Cell], column: Column) -> bool:
@@ -54,7 +59,7 @@ def _summary(cells: Sequence[Cell]) -> str:
         return "FAIL"
     failed = any(cell.status == "FAIL" for cell in done)
     worst, last_place = max(cell.worst for cell in done), max(cell.worst_ulp for cell in done)
-    counts = [int(np.prod((*cell.case.shape, cell.case.ids_per_position or 1))) for cell in done]
+    counts = [cell.results for cell in done]
     share = float(np.average([cell.identical for cell in done], weights=counts))
     return f"{'FAIL ' if failed else ''}{worst:.2g} {last_place:.2g}ulp {share:.0%}"
 
