@@ -364,7 +364,9 @@ TABLES: dict[str, dict[str, dict[str, Method]]] = {
             COMPILED: forward(torch_cross_entropy),
             EAGER: forward(torch_log_softmax),
             "TRL selective_log_softmax": forward(peers.trl, available=peers.needs("trl.trainer.utils")),
-            "Liger cross-entropy": forward(peers.liger, available=peers.on_cuda("liger_kernel.transformers")),
+            "Liger cross-entropy": forward(
+                peers.liger, available=peers.on_cuda("liger_kernel.transformers.functional")
+            ),
             "flash-attn cross-entropy": forward(
                 peers.flash_attn, available=peers.on_cuda("flash_attn.ops.triton.cross_entropy")
             ),

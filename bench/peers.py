@@ -62,7 +62,7 @@ def trl_with_entropy() -> Any:
 
 
 def liger() -> Any:
-    from liger_kernel.transformers import liger_cross_entropy
+    from liger_kernel.transformers.functional import liger_cross_entropy
 
     return _negative_of_flat(functools.partial(liger_cross_entropy, reduction="none"))
 
