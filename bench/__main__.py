@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
 def measured(suite: Suite, options: argparse.Namespace, cache: str, console: Console) -> dict[str, Any]:
     """The suite's document: the machine, and every case with its methods. ``cache`` is a folder for compiled code."""
     device, quick = options.device, options.quick
-    groups = suite.groups(options.backend or list(LIBRARIES), device, quick)
+    groups = [suite.cases(name, device, quick) for name in options.backend or LIBRARIES if suite.takes(name)]
     environment = _environment(cache)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     cases: list[dict[str, Any]] = []
@@ -83,15 +83,19 @@ def measured(suite: Suite, options: argparse.Namespace, cache: str, console: Con
         Progress(*columns, console=console, transient=True) as progress,
         concurrent.futures.ThreadPoolExecutor(2 if device == "cpu" else 1) as pool,
     ):
-        task = progress.add_task(suite.name, total=sum(map(len, groups)))
+        task = progress.add_task(suite.name, total=sum(map(len, groups)) * (2 if suite.memory else 1))
         for group in groups:
-            progress.update(task, description=f"{suite.name}: {group[0]}")
-            found = in_subprocess("times", group, options.repeats or suite.repeats, environment)
-            for case, result in zip(group, found, strict=True):
-                if suite.memory:
-                    _add_memory(case, result.get("methods", {}), environment, pool)
-                cases.append(result)
+            found = []
+            progress.update(task, description=f"{suite.name}: {group[0].library}, time")
+            for result in in_subprocess("times", group, options.repeats or suite.repeats, environment):
+                found.append(result)
                 progress.advance(task)
+            if suite.memory:
+                progress.update(task, description=f"{suite.name}: {group[0].library}, memory")
+                for case, result in zip(group, found, strict=True):
+                    _add_memory(case, result.get("methods", {}), environment, pool)
+                    progress.advance(task)
+            cases += found
     document = {"suite": suite.name, "device": device, "quick": quick, "machine": machine(cases), "cases": cases}
     if suite.name == "reference":
         document["published"] = PUBLISHED
@@ -111,7 +115,8 @@ def _add_memory(
     environment = {**environment, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 
     def add(name: str) -> None:
-        found[name] |= in_subprocess("memory", [case], name, environment)
+        (measured,) = in_subprocess("memory", [case], name, environment)
+        found[name] |= measured
 
     list(pool.map(add, [name for name in found if "ms" in found[name] and name not in LIMITS]))
 

@@ -1,7 +1,7 @@
-"""Measurements, each in a process of its own: times and errors of a group of cases, or the peak memory of one method.
+"""Measurements, in processes of their own: times and errors of a library's cases, or the peak memory of one method.
 
-Machines drift by tens of percent within minutes, so only times from one process run are compared: the methods of a
-case take turns there, repeat by repeat, limit included. Memory is one method a process, since what another method left
+Machines drift by tens of percent within minutes, so only times of one case are compared: its methods take turns,
+repeat by repeat, limit included. Memory is one method a process, since what another method left
 in the allocator's hands would hide a part of it.
 """
 
@@ -10,8 +10,9 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,14 @@ from bench.libraries import LIBRARIES, Inputs, Library
 from bench.methods import LIMITS, is_ours, methods, usual
 from xlogprobs.parity import bound, reference
 
+RESULT = "result: "  # before a line of output, among what peers print
 SAMPLE = 64  # rows on which the error is taken
 SHORTEST = 2e-3  # seconds of one repeat: shorter calls are made several times
 UNIT = {"float32": 0.0, "bfloat16": 2.0**-8}  # of one rounding to the dtype
 
 
-def times(cases: list[Case], repeats: int) -> list[dict[str, Any]]:
-    """For each case its methods' milliseconds, errors and first call, or why they can't run."""
-    return [_case(case, repeats) for case in cases]
-
-
-def _case(case: Case, repeats: int) -> dict[str, Any]:
+def times(case: Case, repeats: int) -> dict[str, Any]:
+    """The methods' milliseconds, errors and first call, or why they can't run."""
     library = LIBRARIES[case.library]
     described = case.described()
     if reason := library.why_not(case.device):
@@ -151,9 +149,8 @@ class Errors:
         return found
 
 
-def memory(cases: list[Case], name: str) -> dict[str, float]:
+def memory(case: Case, name: str) -> dict[str, float]:
     """Peak bytes above the inputs in the second call, as megabytes and as a share of the logits."""
-    (case,) = cases
     library = LIBRARIES[case.library]
     inputs = library.inputs(case)
     run = methods(case.what, case.library)[name].make(inputs)
@@ -164,18 +161,27 @@ def memory(cases: list[Case], name: str) -> dict[str, float]:
     return {**result, "share": round(found["peak"] / case.logits_bytes, 4)}
 
 
-def in_subprocess(function: str, cases: list[Case], argument: Any, environment: dict[str, str]) -> Any:
-    """Run ``times`` or ``memory`` in a process of its own."""
+def in_subprocess(
+    function: str, cases: list[Case], argument: Any, environment: dict[str, str]
+) -> Iterator[dict[str, Any]]:
+    """Run ``times`` or ``memory`` of the cases one after the other, in a process of their own; results as they come."""
     given = json.dumps([function, [dataclasses.asdict(case) for case in cases], argument])
     command = [sys.executable, "-W", "ignore", "-m", "bench.measure", given]
-    root = Path(__file__).parents[1]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=root)
-    if done.returncode:
-        raise RuntimeError(f"{function} of {cases[0]}, {argument} failed:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    options: dict[str, Any] = {"env": environment, "cwd": Path(__file__).parents[1], "text": True}
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, **options) as process,
+    ):
+        for line in process.stdout or ():
+            if line.startswith(RESULT):
+                yield json.loads(line.removeprefix(RESULT))
+        if process.wait():
+            errors.seek(0)
+            raise RuntimeError(f"{function} of {cases[0]}, {argument} failed:\n{errors.read()[-2000:]}")
 
 
 if __name__ == "__main__":
     kind, given, argument = json.loads(sys.argv[1])
-    chosen = [Case(**{**case, "shape": tuple(case["shape"])}) for case in given]
-    print(json.dumps({"times": times, "memory": memory}[kind](chosen, argument)))
+    for fields in given:
+        found = {"times": times, "memory": memory}[kind](Case(**{**fields, "shape": tuple(fields["shape"])}), argument)
+        print(RESULT + json.dumps(found), flush=True)

@@ -1,9 +1,6 @@
-"""The suites: which question each answers, and its cases.
+"""The suites: which question each answers, and its cases. Those of one library share a process."""
 
-The cases of one group share a process, so that their times may be compared with each other.
-"""
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +12,6 @@ PACKED = 1 << 16  # tokens in the longest packed sequence
 DTYPES = ("float32", "bfloat16")
 LARGE = 1 << 23
 
-Groups = list[list[Case]]
-
 
 @dataclass(frozen=True)
 class Suite:
@@ -24,7 +19,7 @@ class Suite:
     answers: str
     tables: tuple[str, ...]
     """Of `bench.methods.TABLES`, in which a library must stand to take part."""
-    cases: Callable[[str, str, bool], Iterator[list[Case]]]
+    cases: Callable[[str, str, bool], list[Case]]
     """Of (library, device, quick)."""
     repeats: int = 9
     memory: bool = True
@@ -35,63 +30,57 @@ class Suite:
     def missing(self) -> str | None:
         return None if self.needs is None or has(self.needs) else f"xlogprobs has no {self.needs} yet"
 
-    def groups(self, libraries: list[str], device: str, quick: bool) -> Groups:
-        return [
-            group
-            for library in libraries
-            if any(library in TABLES[table] for table in self.tables)
-            for group in self.cases(library, device, quick)
-        ]
+    def takes(self, library: str) -> bool:
+        return any(library in TABLES[table] for table in self.tables)
 
 
-def _reference(library: str, device: str, quick: bool) -> Iterator[list[Case]]:
-    yield [Case("reference", library, (4, 64) if quick else (16, 1024), 32768, device=device)]
+def _reference(library: str, device: str, quick: bool) -> list[Case]:
+    return [Case("reference", library, (4, 64) if quick else (16, 1024), 32768, device=device)]
 
 
-def _two_shapes(what: str) -> Callable[[str, str, bool], Iterator[list[Case]]]:
+def _two_shapes(what: str) -> Callable[[str, str, bool], list[Case]]:
     """2048 x 32768 and 512 x 151936 on a CPU; an accelerator takes eight times the rows, so that starting a kernel
     does not count."""
 
-    def cases(library: str, device: str, quick: bool) -> Iterator[list[Case]]:
+    def cases(library: str, device: str, quick: bool) -> list[Case]:
         batch, tokens = (4, 32) if quick else (16 if device == "cpu" else 128, 128)
-        for shape, vocab in (((batch, tokens), 32768), ((batch // 4, tokens), 151936)):
-            for dtype in DTYPES:
-                yield [Case(what, library, shape, vocab, dtype, device)]
+        shapes = (((batch, tokens), 32768), ((batch // 4, tokens), 151936))
+        return [Case(what, library, shape, vocab, dtype, device) for shape, vocab in shapes for dtype in DTYPES]
 
     return cases
 
 
-def _peers(library: str, device: str, quick: bool) -> Iterator[list[Case]]:
-    yield from _two_shapes("peers")(library, device, quick)
-    yield from _head(library, device, quick)
+def _peers(library: str, device: str, quick: bool) -> list[Case]:
+    head = _head(library, device, quick) if library in TABLES["head"] else []
+    return _two_shapes("peers")(library, device, quick) + head
 
 
-def _head(library: str, device: str, quick: bool) -> Iterator[list[Case]]:
-    if library in TABLES["head"]:
-        yield [Case("head", library, (64 if quick else 1024,), 49152, device=device, hidden=576, series="head")]
+def _head(library: str, device: str, quick: bool) -> list[Case]:
+    return [Case("head", library, (64 if quick else 512,), 49152, device=device, hidden=576)]
 
 
-def _shapes(library: str, device: str, quick: bool) -> Iterator[list[Case]]:
+def _shapes(library: str, device: str, quick: bool) -> list[Case]:
+    cases = []
     for name, vocab in VOCABS.items():
         for dtype in DTYPES if library != "numpy" else DTYPES[:1]:
             tokens = min(PACKED, _budget(device, quick) // (vocab * SIZES[dtype]))
-            group = [Case("forward", library, (1, tokens), vocab, dtype, device, f"{name}, packed")]
-            if dtype == "float32":
-                rows = (1, 8, 32)
-                group += [Case("small", library, (n,), vocab, dtype, device, f"{name}, evaluation") for n in rows]
-            yield group
+            cases.append(Case("forward", library, (1, tokens), vocab, dtype, device, f"{name}, packed"))
+        cases += [Case("small", library, (n,), vocab, "float32", device, f"{name}, evaluation") for n in (1, 8, 32)]
+    return cases
 
 
-def _scaling(library: str, device: str, quick: bool) -> Iterator[list[Case]]:
+def _scaling(library: str, device: str, quick: bool) -> list[Case]:
     """Rows of 1024 logits and vocabularies of 256 rows, closer together where the logits outgrow the caches; then
     small calls."""
     rows = [1, 4, 16, 64, 256, 1024, 4096, 8192, 16384, 32768, 65536]
     vocabs = [1000, 4000, 16000, 32768, 64000, 128256, 262208]
     if quick:
         rows, vocabs = rows[:5], vocabs[:3]
-    yield [Case("forward", library, (n,), 1024, device=device, series="rows") for n in rows]
-    yield [Case("forward", library, (256,), vocab, device=device, series="vocab") for vocab in vocabs]
-    yield [Case("small", library, (n,), vocab, device=device, series="small") for n, vocab in ((1, 1000), (8, 32000))]
+    return [
+        *(Case("forward", library, (n,), 1024, device=device, series="rows") for n in rows),
+        *(Case("forward", library, (256,), vocab, device=device, series="vocab") for vocab in vocabs),
+        *(Case("small", library, (n,), v, device=device, series="small") for n, v in ((1, 1000), (8, 32000))),
+    ]
 
 
 def _budget(device: str, quick: bool) -> int:
@@ -109,7 +98,7 @@ SUITES = {
             _reference,
             repeats=5,
         ),
-        Suite("peers", "what people use today, forward, and what fuses the head", ("peers",), _peers, repeats=7),
+        Suite("peers", "what people use today, forward, and what fuses the head", ("peers",), _peers, repeats=5),
         Suite(
             "shapes",
             "real vocabularies, as packed for RL and as in evaluation",
@@ -118,7 +107,7 @@ SUITES = {
             repeats=5,
             memory=False,
         ),
-        Suite("grad", "forward and backward", ("grad",), _two_shapes("grad"), repeats=7),
+        Suite("grad", "forward and backward", ("grad",), _two_shapes("grad"), repeats=5),
         Suite("stats", "every statistic in one read", ("stats",), _two_shapes("stats"), needs="token_stats"),
         Suite("head", "a linear head without its logits", ("head",), _head, needs="linear_logprobs"),
         Suite(

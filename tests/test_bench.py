@@ -49,8 +49,7 @@ def measured(what, library, **fields):
     shape = (6,) if what == "head" else TINY["shape"]
     case = Case(what, library, **{**TINY, "shape": shape, "hidden": hidden, **fields})
     with eager(library):
-        (result,) = measure.times([case], 2)
-    return result
+        return measure.times(case, 2)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +138,7 @@ def test_logits_to_differentiate_may_be_overwritten_and_are_restored():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_cases_of_each_suite_have_methods(name, quick, device):
     suite = suites.SUITES[name]
-    cases = [case for group in suite.groups(list(LIBRARIES), device, quick) for case in group]
+    cases = [case for library in LIBRARIES if suite.takes(library) for case in suite.cases(library, device, quick)]
     assert cases
     for case in cases:
         assert methods.methods(case.what, case.library)
@@ -149,14 +148,14 @@ def test_the_cases_of_each_suite_have_methods(name, quick, device):
 
 
 def test_the_scaling_suite_spans_the_range():
-    cases = [case for group in suites.SUITES["scaling"].groups(["torch"], "cpu", False) for case in group]
+    cases = suites.SUITES["scaling"].cases("torch", "cpu", False)
     assert {1, 65536} <= {case.rows for case in cases if case.series == "rows"}
     assert {1000, 262208} <= {case.vocab for case in cases if case.series == "vocab"}
     assert [(case.rows, case.vocab) for case in cases if case.series == "small"] == [(1, 1000), (8, 32000)]
 
 
 def test_the_shapes_suite_takes_every_vocabulary():
-    cases = [case for group in suites.SUITES["shapes"].groups(["jax"], "cpu", False) for case in group]
+    cases = suites.SUITES["shapes"].cases("jax", "cpu", False)
     assert {case.vocab for case in cases} == {49152, 50257, 128256, 151936, 262208}
     assert {case.rows for case in cases if "evaluation" in case.series} == {1, 8, 32}
 
@@ -223,9 +222,9 @@ def test_peak_memory_is_what_a_call_takes_above_its_inputs():
     peak = resident_peak(lambda: np.ones(taken, np.uint8).sum())["peak"]
     assert taken * 0.95 < peak < taken * 1.2
     case = Case("forward", "numpy", (256,), 32768)
-    textbook = measure.memory([case], methods.TEXTBOOK)
+    textbook = measure.memory(case, methods.TEXTBOOK)
     assert 1.9 < textbook["share"] < 2.2
-    assert measure.memory([case], methods.OURS)["share"] < 0.5
+    assert measure.memory(case, methods.OURS)["share"] < 0.5
 
 
 def document(name, what, **fields):
@@ -308,7 +307,7 @@ def test_results_are_drawn_the_same_each_time(tmp_path):
 
 def test_the_command_measures_in_processes_of_their_own_and_writes_json(tmp_path, monkeypatch, capsys):
     def one(library, device, quick):
-        yield [Case("forward", library, **TINY, device=device)]
+        return [Case("forward", library, **TINY, device=device), Case("forward", library, (2,), 70, device=device)]
 
     suite = suites.Suite("peers", "", ("forward",), one)
     monkeypatch.setitem(suites.SUITES, "peers", suite)
@@ -316,7 +315,8 @@ def test_the_command_measures_in_processes_of_their_own_and_writes_json(tmp_path
     found = json.loads((tmp_path / "cpu-peers.json").read_text())
     assert found["quick"]
     assert found["machine"]["versions"]["numpy"] == np.__version__
-    (case,) = found["cases"]
+    case, other = found["cases"]
+    assert other["vocab"] == 70
     assert case["methods"][methods.OURS]["error_bounds"] <= 1
     assert "peak_mb" in case["methods"][methods.OURS]
     assert "peak_mb" not in case["methods"][methods.LIMIT]
