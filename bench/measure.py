@@ -1,8 +1,8 @@
 """Measurements, in processes of their own: times and errors of a library's cases, or the peak memory of one method.
 
 Machines drift by tens of percent within minutes, so only times of one case are compared: its methods take turns,
-repeat by repeat, limit included. Memory is one method a process, since what another method left
-in the allocator's hands would hide a part of it.
+repeat by repeat, limit included. Memory is one method a process, since what another method left in the allocator's
+hands would hide a part of it.
 """
 
 import dataclasses
@@ -19,14 +19,13 @@ from typing import Any
 import numpy as np
 
 from bench.case import Case
-from bench.libraries import LIBRARIES, Inputs, Library
+from bench.libraries import LIBRARIES, Inputs, Library, host_dtype
 from bench.methods import LIMITS, is_ours, methods, usual
-from xlogprobs.parity import bound, reference
+from xlogprobs.parity import bound, gradient, gradient_bound, reference
 
 RESULT = "result: "  # before a line of output, among what peers print
 SAMPLE = 64  # rows on which the error is taken
 SHORTEST = 2e-3  # seconds of one repeat: shorter calls are made several times
-UNIT = {"float32": 0.0, "bfloat16": 2.0**-8}  # of one rounding to the dtype
 
 
 def times(case: Case, repeats: int) -> dict[str, Any]:
@@ -120,11 +119,9 @@ class Errors:
             logits = self._rows(inputs.logits, case.vocab)
         self.exact = reference(logits, self.ids)
         if inputs.upstream is not None:
-            upstream = self._rows(inputs.upstream, 1).astype(np.float64)
-            chosen = np.arange(case.vocab) == self.ids[:, None]
-            logsumexp = np.take_along_axis(logits, self.ids[:, None], -1) - self.exact[:, None]
-            self.gradient = upstream * (chosen - np.exp(logits - logsumexp))
-            self.gradient_bound = 1e-6 * np.maximum(1.0, np.abs(upstream)) + UNIT[case.dtype] * np.abs(self.gradient)
+            upstream = self._rows(inputs.upstream, 1)[:, 0]
+            self.gradient = gradient(logits, self.ids, upstream)
+            self.gradient_bound = gradient_bound(self.gradient, upstream, 1.0, host_dtype(case.dtype))
 
     def _rows(self, array: Any, width: int) -> Any:
         flat = array.reshape(-1, width)
@@ -133,17 +130,17 @@ class Errors:
     def sample(self, result: Any) -> tuple[Any, Any]:
         """Log-probabilities and, where there is one, the gradient of the sampled rows."""
         out, *rest = result if isinstance(result, tuple) else (result,)
-        gradient = self._rows(rest[0], self.case.vocab) if self.case.what == "grad" else None
-        return self._rows(out, 1)[:, 0].astype(np.float64), gradient
+        slope = self._rows(rest[0], self.case.vocab) if self.case.what == "grad" else None
+        return self._rows(out, 1)[:, 0].astype(np.float64), slope
 
-    def of(self, out: Any, gradient: Any) -> dict[str, float]:
+    def of(self, out: Any, slope: Any) -> dict[str, float]:
         """Absolute, and in units of the contract's bound, which a head's products are not held to."""
         apart = np.abs(out - self.exact)
         found = {"error": _digits(apart.max())}
         if self.case.what != "head":
             found["error_bounds"] = _digits((apart / bound(self.exact)).max())
-        if gradient is not None:
-            apart = np.abs(gradient - self.gradient)
+        if slope is not None:
+            apart = np.abs(slope - self.gradient)
             found["gradient_error"] = _digits(apart.max())
             found["gradient_error_bounds"] = _digits((apart / self.gradient_bound).max())
         return found
