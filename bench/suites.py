@@ -56,7 +56,7 @@ def _peers(library: str, device: str, quick: bool) -> list[Case]:
 
 
 def _head(library: str, device: str, quick: bool) -> list[Case]:
-    return [Case("head", library, (64 if quick else 512,), 49152, device=device, hidden=576)]
+    return [Case("head", library, (64 if quick else 256,), 49152, device=device, hidden=576)]
 
 
 def _shapes(library: str, device: str, quick: bool) -> list[Case]:
