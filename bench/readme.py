@@ -5,10 +5,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from bench.methods import OURS
+from bench.case import shape_text
+from bench.methods import LIMITS, is_ours
+from bench.report import Cell, absent, figure
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
+MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 PARITY_COLUMNS = {
     "NumPy": ("numpy", "eager"),
     "array-api-strict": ("array-api-strict", "eager"),
@@ -18,27 +21,70 @@ PARITY_COLUMNS = {
     "torch.log_softmax": ("torch log_softmax", "compiled"),
     "-cross_entropy, torch.compile": ("torch -cross_entropy", "compiled"),
 }
+Column = tuple[str, Cell]
+
+MS: Column = ("ms", figure("ms", ".1f"))
+X_LIMIT: Column = ("x of the limit", figure("x_limit", ".1f"))
+X_USUAL: Column = ("x of the usual way", figure("x_usual", ".2f"))
+SHARE: Column = ("peak memory / logits", figure("share", ".1%"))
+ERROR: Column = ("worst error", figure("error", ".1e"))
+GRADIENT_ERROR: Column = ("worst error of the gradient", figure("gradient_error", ".1e"))
+
+
+def _timed(document: dict[str, Any], what: str, columns: list[Column]) -> str:
+    """One line a method; then, in words, the peers that did not run, the machine and the versions."""
+    lines = [
+        "| | logits | dtype | " + " | ".join(title for title, _ in columns) + " |",
+        "|-" * (3 + len(columns)) + "|",
+    ]
+    cases = [case for case in document["cases"] if case["what"] == what]
+    for case in cases:
+        for name, result in case.get("methods", {}).items():
+            if "ms" in result and name not in LIMITS:
+                bold = "**" if is_ours(name) else ""
+                cells = [f"{bold}{case['library']}: {name}{bold}", shape_text(case), case["dtype"]]
+                lines.append(f"| {' | '.join([*cells, *(cell(result) for _, cell in columns)])} |")
+    if reasons := absent(cases):
+        lines += ["", "Not run here: " + "; ".join(f"{name} ({reason})" for name, reason in reasons.items()) + "."]
+    machine = document["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    return "\n".join([*lines, "", f"{machine['cores']} cores of {machine['device']}, {machine['date']}; {versions}."])
 
 
 def forward(document: dict[str, Any]) -> str:
-    lines = [
-        "| | logits | dtype | ms | x of the read limit | x of the usual way | peak memory / logits |",
-        "|-" * 7 + "|",
+    return _timed(document, "peers", [MS, X_LIMIT, X_USUAL, SHARE])
+
+
+def head(document: dict[str, Any]) -> str:
+    return _timed(document, "head", [MS, X_LIMIT, X_USUAL, SHARE, ERROR])
+
+
+def grad(document: dict[str, Any]) -> str:
+    return _timed(document, "grad", [MS, X_LIMIT, X_USUAL, SHARE, GRADIENT_ERROR])
+
+
+def shapes(document: dict[str, Any]) -> str:
+    return _timed(document, "forward", [MS, X_LIMIT, X_USUAL, ERROR])
+
+
+def small(document: dict[str, Any]) -> str:
+    columns = [("us", figure("ms", ".0f", 1e3)), X_USUAL, ("us above the usual way", figure("over_usual_us", ".0f"))]
+    return _timed(document, "small", columns)
+
+
+def reference(document: dict[str, Any]) -> str:
+    """Measured figures beside the published ones; memory above the logits in both."""
+    device = document["published"]["device"]
+    columns: list[Column] = [
+        ("ms", figure("ms", ".0f")),
+        X_LIMIT,
+        X_USUAL,
+        ("MB above the logits", figure("peak_mb", ".0f")),
+        ERROR,
+        (f"published, {device}: ms", figure("published.ms", ".3f")),
+        ("MB above the logits", figure("published.mb_above", ".0f")),
     ]
-    for case in document["forward"]:
-        names = [name for name in case["methods"] if "share" in case["methods"][name]]
-        for name in names:
-            result = case["methods"][name]
-            bold = "**" if name == OURS else ""
-            lines.append(
-                f"| {bold}{case['library']}: {name}{bold} | {case['rows']} x {case['vocab']} | {case['dtype']} "
-                f"| {result['ms']:.1f} | {result['x_limit']:.1f} | {result['x_baseline']:.2f} | {result['share']:.1%} |"
-            )
-    machine = document["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    return "\n".join(
-        [*lines, "", f"{machine['cores']} cores of {machine['processor']}, {machine['date']}; {versions}."]
-    )
+    return _timed(document, "reference", columns)
 
 
 def parity(document: dict[str, Any]) -> str:
@@ -63,23 +109,46 @@ def parity(document: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"{ok} cells within the bound, {failed} not; {'; '.join(missing)}."])
 
 
-def filled(text: str) -> str:
-    for name, source, make in (("parity", "parity.json", parity), ("forward", "cpu.json", forward)):
-        table = make(json.loads((RESULTS / source).read_text()))
-        pattern = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end: {name} -->)", re.DOTALL)
-        if not pattern.search(text):
-            raise SystemExit(f"README.md has no place marked for the table {name!r}")
-        text = pattern.sub(lambda place, table=table: f"{place[1]}\n{table}\n\n{place[2]}", text)
+TABLES = {
+    "parity": ("parity.json", parity),
+    "forward": ("cpu-peers.json", forward),
+    "head": ("cpu-peers.json", head),
+    "grad": ("cpu-grad.json", grad),
+    "reference": ("cpu-reference.json", reference),
+    "shapes": ("cpu-shapes.json", shapes),
+    "evaluation": ("cpu-shapes.json", small),
+    "small": ("cpu-scaling.json", small),
+}
+
+
+def filled(text: str, results: Path) -> str:
+    """``text`` with what stands between each ``<!-- table: NAME -->`` and ``<!-- end: NAME -->`` made anew."""
+
+    def made(place: re.Match[str]) -> str:
+        opening, name, end = place.groups()
+        if name not in TABLES:
+            raise SystemExit(f"no table is called {name!r}; tables are {', '.join(TABLES)}")
+        source, make = TABLES[name]
+        if not (results / source).exists():
+            raise SystemExit(f"the table {name!r} needs {source}: python -m bench --output bench/results")
+        document = json.loads((results / source).read_text())
+        if document.get("quick"):
+            raise SystemExit(f"{source} is from --quick, which measures nothing worth showing")
+        return f"{opening}\n{make(document)}\n\n{end}"
+
+    text, count = MARKED.subn(made, text)
+    if not count:
+        raise SystemExit("README.md has no place marked for a table")
     return text
 
 
 def write() -> None:
     readme = ROOT / "README.md"
-    readme.write_text(filled(readme.read_text()))
+    readme.write_text(filled(readme.read_text(), RESULTS))
 
 
 def check() -> None:
     text = (ROOT / "README.md").read_text()
-    if filled(text) != text:
+    if filled(text, RESULTS) != text:
         raise SystemExit("README.md's tables are not those of bench/results: python -m bench --readme")
     print("README.md's tables are those of bench/results")
