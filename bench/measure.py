@@ -1,12 +1,14 @@
 """Measurements, in processes of their own: times and errors of a library's cases, or the peak memory of one method.
 
 Machines drift by tens of percent within minutes, so only times of one case are compared: its methods take turns,
-repeat by repeat, limit included. Memory is one method a process, since what another method left in the allocator's
+in another order in each repeat, limit included: a method that gave hundreds of megabytes back slows down
+whichever comes after it. Memory is one method a process, since what another method left in the allocator's
 hands would hide a part of it.
 """
 
 import dataclasses
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -62,9 +64,10 @@ def times(case: Case, repeats: int) -> dict[str, Any]:
             continue
         calls[name], loops[name] = run, max(1, round(SHORTEST / warm))
     taken: dict[str, list[float]] = {name: [] for name in calls}
+    shuffle = random.Random(0)
     for _ in range(repeats):
-        for name, run in calls.items():
-            taken[name].append(_timed(library, run, inputs, loops[name])[0])
+        for name in shuffle.sample(list(calls), len(calls)):
+            taken[name].append(_timed(library, calls[name], inputs, loops[name])[0])
     medians = {name: statistics.median(values) for name, values in taken.items()}
     compared = usual(case.what, case.library)
     for name, values in taken.items():
