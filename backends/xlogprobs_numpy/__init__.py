@@ -19,18 +19,26 @@ BUFFER = 1 << 18  # entries of a thread's buffer, 1 MB in float32: in shorter ca
 _thread = threading.local()
 
 
-def widen(xp: Any, x: Any) -> Any:
+def widen(xp: Any, x: Any, out: Any = None) -> Any:
     """bfloat16 is the upper half of a float32: shifting bits is 8 times faster than the cast of ml_dtypes."""
+    if x.dtype.itemsize > 2:
+        return x
+    out = np.empty(x.shape, np.float32) if out is None else out
     if x.dtype.name == "bfloat16":
-        bits = x.view(np.uint16).astype(np.uint32)
+        bits = out.view(np.uint32)
+        np.copyto(bits, x.view(np.uint16))
         np.left_shift(bits, 16, out=bits)
-        return bits.view(np.float32)
-    return x if x.dtype in (np.float32, np.float64) else x.astype(np.float32)
+    else:
+        np.copyto(out, x)
+    return out
 
 
 def widened_cut(xp: Any, x: Any, start: int, count: int, width: int) -> Any:
-    """NumPy has no fast maximum of half-precision numbers: widen once, before it."""
-    return cut(xp, widen(xp, x[:, start : start + count * width]), 0, count, width)
+    """NumPy has no fast maximum of half-precision numbers: widen once, before it, in a buffer of this thread."""
+    columns = x[:, start : start + count * width]
+    if x.dtype.itemsize == 2:
+        columns = widen(xp, columns, _buffer("widened", columns.shape, np.dtype(np.float32)))
+    return cut(xp, columns, 0, count, width)
 
 
 def window(xp: Any, x: Any, row: Any, start: Any, width: int) -> Any:
@@ -46,7 +54,7 @@ def sum_exp(xp: Any, block: Any, maximum: Any, temperature: Any | None) -> Any:
     for row in range(0, rows, down):
         for first in range(0, count, along):
             part = (slice(row, row + down), slice(first, first + along))
-            scaled = _buffer(block[part].shape, block.dtype)
+            scaled = _buffer("scaled", block[part].shape, block.dtype)
             np.subtract(block[part], maximum[part][..., None], out=scaled)
             if temperature is not None:
                 np.divide(scaled, temperature[part][..., None], out=scaled)
@@ -66,12 +74,13 @@ def resum(function: Any, total: Any, x: Any, *arrays: Any) -> Any:
     return rest
 
 
-def _buffer(shape: tuple[int, ...], dtype: Any) -> Any:
-    size = math.prod(shape)
-    memory = getattr(_thread, dtype.name, None)
+def _buffer(use: str, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Memory that this thread keeps for one use."""
+    size, name = math.prod(shape), f"{use} {dtype.name}"
+    memory = getattr(_thread, name, None)
     if memory is None or memory.size < size:
         memory = np.empty(max(size, BUFFER), dtype)
-        setattr(_thread, dtype.name, memory)
+        setattr(_thread, name, memory)
     return memory[:size].reshape(shape)
 
 
