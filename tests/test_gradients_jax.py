@@ -130,6 +130,12 @@ def test_derivatives_where_logits_are_minus_infinity_tie_or_are_ignored():
     is_near(jax.hessian(total)(logits), expected)
 
 
+def test_an_invalid_id_in_traced_code_gives_its_row_a_gradient_of_nan():
+    found = jax.jit(jax.grad(lambda x, i: logprobs(x, i).sum()))(normal(2, V), jnp.asarray([50, 1]))
+    assert np.isnan(found[0]).all()
+    assert np.isfinite(found[1]).all()
+
+
 @pytest.mark.parametrize("probability", [0.9, 0.99, 0.999])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("many", [1, 6])

@@ -136,6 +136,34 @@ def test_forward_mode_outside_torch_func():
             is_near(forward_ad.unpack_dual(out).tangent, expected)
 
 
+def test_forward_over_reverse_without_a_graph_keeps_the_tangent():
+    logits, ids, change = normal(4, V), some_ids(4), normal(4, V, seed=4)
+    tangents = []
+    for call in (logprobs, plain):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(logits.clone().requires_grad_(), change)
+            (found,) = torch.autograd.grad((call(dual, ids) ** 2).sum(), dual)
+            tangents.append(forward_ad.unpack_dual(found).tangent)
+    is_near(*tangents)
+
+
+def test_a_temperature_far_from_one_has_its_gradient():
+    logits, scale = torch.tensor([[0.0, 3e25, 1e25]]), torch.tensor([1e25], requires_grad=True)
+    (found,) = torch.autograd.grad(logprobs(logits, [0], temperature=scale).sum(), scale)
+    wide = scale.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(plain(logits.double(), torch.tensor([0]), wide).sum(), wide)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+
+
+def test_a_temperature_made_in_inference_mode_serves_a_training_step():
+    with torch.inference_mode():
+        scale = torch.full((3,), 0.7)
+    logits = normal(3, V).requires_grad_()
+    (found,) = torch.autograd.grad(logprobs(logits, some_ids(3), temperature=scale).sum(), logits)
+    (expected,) = torch.autograd.grad(plain(logits, some_ids(3), scale.double().clone()).sum(), logits)
+    is_near(found, expected, 1e-7)
+
+
 def test_derivatives_where_logits_are_minus_infinity_tie_or_are_ignored():
     logits = torch.tensor(
         [[1.0, 1.0, 0.0, -torch.inf], [torch.nan, 0, 0, 0], [2.0, -torch.inf, 2.0, 2.0]], dtype=torch.float64
@@ -284,6 +312,12 @@ def test_in_place_refuses_what_it_would_corrupt():
         leaf.detach(),
         "torch.func",
         lambda x: torch.func.grad(lambda y: logprobs(y * 1.0, some_ids(3), inplace_backward=True).sum())(x),
+    )
+    scales = torch.tensor([0.5, 1.0], dtype=torch.float64)
+    refused(
+        result,
+        "torch.func",
+        lambda x: torch.func.vmap(lambda t: logprobs(x, [0, 1, 2], temperature=t, inplace_backward=True))(scales),
     )
     ids = some_ids(3)
     with pytest.raises(Exception, match=r"inside torch\.compile"):

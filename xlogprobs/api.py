@@ -43,7 +43,8 @@ def logprobs(
     inplace_backward
         torch only: the backward pass overwrites the logits with their gradient and so takes no memory. The logits
         must then be the result of an operation, not a leaf, and nothing else may need their values afterwards:
-        autograd says so ("modified by an inplace operation") where something does.
+        autograd says so ("modified by an inplace operation") where it saved them for something. `.data`, aliases of
+        other libraries and hooks that read the logits go unnoticed.
 
     Returns
     -------

@@ -185,8 +185,9 @@ def _tangent_of_rows(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tup
             mean = jnp.sum(p * spread, axis=-1)[:, None]
             warmer = (take(jnp, spread, columns) - mean) / temperature[0][:, None]
             change = (change - warmer * temperature_tangent[0][:, None]) / temperature[0][:, None]
-        change = jnp.where(ids == IGNORED, 0, change)
-        return jnp.where(ids == INVALID, jnp.nan, change)
+        # a product, which the gradient of an invalid id passes through as well
+        change = change * jnp.where(ids == INVALID, jnp.nan, 1).astype(change.dtype)
+        return jnp.where(ids == IGNORED, 0, change)
 
     return out, tangent(x, temperature, summary, x_tangent, temperature_tangent)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 from torch.utils.dlpack import from_dlpack
 
 from xlogprobs.accurate import Pair
@@ -33,6 +34,8 @@ def logprobs(
             )
         result: torch.Tensor = _operator(logits, ids, temperature)[0]
         return result
+    if temperature is not None and temperature.is_inference() and not torch.is_inference_mode_enabled():
+        temperature = temperature.clone()  # autograd can't save it as it is
     if _is_forward_over_forward():
         return derivatives.logprobs(logits, ids, temperature)
     return _Boundary.apply(logits, ids, temperature, in_place)[0]  # type: ignore[no-untyped-call,no-any-return]
@@ -43,7 +46,7 @@ def check_in_place(logits: torch.Tensor) -> None:
     why = None
     if torch.compiler.is_compiling():
         why = "inside torch.compile, which plans memory itself"
-    elif torch._C._functorch.is_functorch_wrapped_tensor(logits):
+    elif torch._C._functorch.peek_interpreter_stack() is not None:
         why = "under torch.func, which may need the logits again"
     elif not logits.requires_grad or not torch.is_grad_enabled():
         return
@@ -146,12 +149,12 @@ class _Boundary(torch.autograd.Function):
         if upstream is None:
             return None, None, None, None
         logits, ids, temperature, maximum, rest = ctx.saved_tensors
-        # differentiable again for create_graph=True and torch.func, and as plain operations under vmap
-        if torch.is_grad_enabled() or _is_batched(upstream):
+        # differentiable again for create_graph=True and torch.func; plain operations also under vmap and with tangents
+        if torch.is_grad_enabled() or _is_batched(upstream) or forward_ad._current_level >= 0:
             if ctx.in_place:
                 raise RuntimeError(
-                    "the gradient of logprobs(..., inplace_backward=True) can be taken once only: create_graph and vmap"
-                    " need logits that still hold their values"
+                    "the gradient of logprobs(..., inplace_backward=True) can be taken once only: create_graph, vmap"
+                    " and forward mode need logits that still hold their values"
                 )
             again = derivatives.gradient(logits, ids, temperature, upstream)
             return again[0], None, again[1], None

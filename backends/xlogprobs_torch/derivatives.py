@@ -47,7 +47,7 @@ def gradient(
     if temperature is None:
         return dz.to(logits.dtype), None
     scale = _scale(temperature, rows.p)
-    dt = -(dz * rows.shifted).sum(-1) / scale[..., 0] ** 2
+    dt = -(dz / scale * (rows.shifted / scale)).sum(-1)
     dt = dt if temperature.ndim else dt.sum()
     return (dz / scale).to(logits.dtype), dt.to(temperature.dtype)
 
@@ -65,7 +65,7 @@ def tangent(
     if temperature is not None:
         scale = _scale(temperature, rows.p)
         if temperature_tangent is not None:
-            dz = dz - rows.shifted * _scale(temperature_tangent, rows.p) / scale
+            dz = dz - rows.shifted / scale * _scale(temperature_tangent, rows.p)
         dz = dz / scale
     dz = torch.where(rows.held, dz, 0)
     change = dz.gather(-1, rows.columns) - (rows.p * dz).sum(-1, keepdim=True)
