@@ -1,7 +1,7 @@
 """What every test file shares: one fixture that hands a test each array library in turn."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,3 +77,14 @@ def _read_only(array: np.ndarray) -> np.ndarray:
 def library(request: pytest.FixtureRequest) -> Library:
     """Each array library in turn; a library that is not installed skips with its name."""
     return make_library(request.param)
+
+
+@pytest.fixture
+def torch_runs_eagerly(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For tests that take each library in turn and wait for no compiler."""
+    if "library" in request.fixturenames and request.node.callspec.params["library"] == "torch":
+        module = pytest.importorskip("torch", reason="torch is not installed")
+        with module.compiler.set_stance("force_eager"):
+            yield
+    else:
+        yield

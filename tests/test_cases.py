@@ -5,6 +5,9 @@ import pytest
 
 from xlogprobs import logprobs, parity
 
+# where a test takes each library in turn; `torch` is for what the compiler may break
+pytestmark = pytest.mark.usefixtures("torch_runs_eagerly")
+
 V = 300
 
 
@@ -18,17 +21,6 @@ def torch(request):
         from xlogprobs_torch import compiled
 
         assert not compiled._without_compiler, "ran eagerly"
-
-
-@pytest.fixture(autouse=True)
-def torch_runs_eagerly(request):
-    """Where a test takes each library in turn; `torch` is for what the compiler may break."""
-    if "library" in request.fixturenames and request.node.callspec.params["library"] == "torch":
-        module = pytest.importorskip("torch", reason="torch is not installed")
-        with module.compiler.set_stance("force_eager"):
-            yield
-    else:
-        yield
 
 
 def normal(*shape, dtype="float32", deviation=3.0, seed=0):

@@ -10,23 +10,15 @@ from hypothesis import strategies as st
 
 from xlogprobs import logprobs, next_token_logprobs, parity
 
+# where a test takes each library in turn; tests of the compiler say so
+pytestmark = pytest.mark.usefixtures("torch_runs_eagerly")
+
 V, T = 40, 12
 ANY_LIBRARY = settings(
     max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 lengths = st.lists(st.integers(0, T), min_size=3, max_size=3)
 cuts = st.lists(st.integers(0, T), max_size=5).map(lambda cuts: [0, *sorted(cuts), T])
-
-
-@pytest.fixture(autouse=True)
-def torch_runs_eagerly(request):
-    """Where a test takes each library in turn; tests of the compiler say so."""
-    if "library" in request.fixturenames and request.node.callspec.params["library"] == "torch":
-        module = pytest.importorskip("torch", reason="torch is not installed")
-        with module.compiler.set_stance("force_eager"):
-            yield
-    else:
-        yield
 
 
 def normal(*shape, dtype="float32", seed=0):
