@@ -87,3 +87,45 @@ def log1p(xp: Any, value: Pair, largest: int) -> Pair:
     fraction = xp.where(exponent == 0, value[0] + value[1], scaled)
     high, error = two_sum(exponent * LN2_HIGH, xp.log1p(fraction))
     return high, error + exponent * LN2_LOW
+
+
+def subtract(xp: Any, a: Pair, b: Pair) -> Pair:
+    """``a - b`` for pairs; an infinite or NaN difference carries a low part of zero."""
+    high, low = difference(xp, a[0], b[0])
+    rounded, error = two_sum(high, low + (a[1] - b[1]))
+    finite = xp.isfinite(rounded)
+    return xp.where(finite, rounded, high), xp.where(finite, error, xp.zeros_like(low))
+
+
+def multiply(a: Pair, b: Pair) -> Pair:
+    high, low = two_product(a[0], b[0])
+    return two_sum(high, low + (a[0] * b[1] + a[1] * b[0]))
+
+
+def exp(xp: Any, value: Pair) -> Pair:
+    """e^value of ``value <= 0``, to 2^-38 relative, for what does not lie far below e^-60 (there: e^-60).
+
+    The Taylor series of e^(value / 128), squared seven times.
+    """
+    far = value[0] < -60.0
+    high = xp.where(far, xp.full_like(value[0], -60.0), value[0]) / 128.0
+    low = xp.where(far, xp.zeros_like(value[1]), value[1]) / 128.0
+    one = xp.ones_like(high)
+    total = (one, xp.zeros_like(high))
+    for n in range(12, 0, -1):  # 1 + x / n * (1 + x / (n + 1) * ...)
+        product = multiply(divide(xp, (high, low), (one * n, one * 0)), total)
+        rounded, error = two_sum(one, product[0])
+        total = two_sum(rounded, error + product[1])
+    for _ in range(7):
+        total = multiply(total, total)
+    return total
+
+
+def tanh(xp: Any, value: Pair) -> Pair:
+    """To about 2^-36 of 1: ``(1 - e) / (1 + e)`` with ``e = exp(-2 |value|)``."""
+    sign = xp.where(value[0] < 0, -xp.ones_like(value[0]), xp.ones_like(value[0]))
+    e_high, e_low = exp(xp, (value[0] * sign * -2.0, value[1] * sign * -2.0))
+    one = xp.ones_like(e_high)
+    below, above = two_sum(one, -e_high), two_sum(one, e_high)
+    quotient = divide(xp, (below[0], below[1] - e_low), (above[0], above[1] + e_low))
+    return quotient[0] * sign, quotient[1] * sign

@@ -9,16 +9,19 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import array_api_compat
 import numpy as np
 
 from xlogprobs.accurate import Array
-from xlogprobs.contract import IGNORED, INVALID, Call, temperature_pair
-from xlogprobs.summary import Layout, Primitives, Summary, finish, summarize
+from xlogprobs.contract import IGNORED, INVALID, Call, Want
+from xlogprobs.summary import Layout, Primitives, Summary, finish, finish_entropy, finish_lse, summarize
+from xlogprobs.transforms import Point, Rows, arithmetic, key, numbers, rows_of_call, value_of
 
 GROUP = "xlogprobs.backends"
+# for libraries on top of NumPy: infinities and NaNs have defined results here
+QUIET = np.errstate(all="ignore")
 PIECE = 1 << 20  # entries worked on at once in eager code: 4 MB in float32
 ENTRY_POINTS = {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
 DISTRIBUTIONS = {"jaxlib": "jax"}  # an array's top-level module -> the library it belongs to
@@ -36,6 +39,16 @@ class BackendInfo:
     devices: list[str] = field(default_factory=list)
     execution: str = ""
     why_not: str | None = None
+
+
+class Statistics(NamedTuple):
+    """What a call asked for, None for the rest."""
+
+    logprob: Array | None = None
+    """Of the shape of the ids."""
+    entropy: Array | None = None
+    """One per position."""
+    lse: Array | None = None
 
 
 class Backend(Protocol):
@@ -67,23 +80,92 @@ class Backend(Protocol):
         """ValueError where the backward pass can't overwrite the logits."""
         ...
 
-    def logprobs(self, call: Call) -> Array:
-        """Log-probabilities of the shape of the ids."""
+    def statistics(self, call: Call) -> Statistics: ...
+    def rank(self, call: Call) -> Array:
+        """Of the shape of the ids: 1 + the number of entries above an id's own, 0 for an id without a rank."""
+        ...
+
+    def top_ids(self, call: Call, count: int) -> Array:
+        """(..., count): the largest entries, in order; -1 where a row has no distribution or is ignored."""
         ...
 
     def info(self) -> BackendInfo: ...
 
 
-def logprob_rows(
-    x: Array, ids: Array, temperature: tuple[Array, Array] | None, layout: Layout, prim: Primitives
-) -> tuple[Array, Summary]:
-    """Log-probabilities of encoded ``ids`` (N, K) under the rows of ``x`` (N, V), and the rows' summaries."""
+def statistics_of_rows(
+    x: Array, ids: Array | None, transforms: Rows, layout: Layout, prim: Primitives, want: Want
+) -> tuple[Statistics, Summary]:
+    """Statistics of the rows of ``x`` (N, V) and of encoded ``ids`` (N, K), and the rows' summaries."""
     xp = prim.xp
-    summary = summarize(x, temperature, layout, prim)
-    entries = prim.take(xp, x, xp.where(ids < 0, xp.zeros_like(ids), ids))
-    logprob = finish(entries, summary, temperature, layout.vocab, prim)
-    logprob = xp.where(ids == INVALID, xp.full_like(logprob, float("nan")), logprob)
-    return xp.where(ids == IGNORED, xp.zeros_like(logprob), logprob), summary
+    summary = summarize(x, transforms, layout, prim, moment=want.entropy)
+    logprob = entropy = lse = None
+    if want.logprob and ids is not None:
+        at = points(x, xp.where(ids < 0, xp.zeros_like(ids), ids), transforms, prim)
+        logprob = finish(at, summary, transforms, layout.vocab, prim)
+        logprob = xp.where(ids == INVALID, xp.full_like(logprob, float("nan")), logprob)
+        logprob = xp.where(ids == IGNORED, xp.zeros_like(logprob), logprob)
+    if want.entropy:
+        entropy = _of_active(xp, ids, finish_entropy(summary, layout.vocab, prim))
+    if want.lse:
+        lse = _of_active(xp, ids, finish_lse(summary, transforms, layout.vocab, prim))
+    return Statistics(logprob, entropy, lse), summary
+
+
+def points(x: Array, columns: Array, transforms: Rows, prim: Primitives) -> Point:
+    """The entries of ``x`` (N, V) at columns (N, K)."""
+    by = numbers(transforms).map(lambda number: number[:, None])
+    value, mask, bias = (
+        None if array is None else prim.take(prim.xp, array, columns) for array in (x, *_over_rows(x, transforms, prim))
+    )
+    return Point(value_of(prim, value, mask, by), bias)
+
+
+def _over_rows(x: Array, transforms: Rows, prim: Primitives) -> tuple[Array | None, Array | None]:
+    """mask and bias (N, V)."""
+    shared = transforms.mask, transforms.bias
+    mask, bias = (None if array is None else array.spread(prim.xp, x.shape[0]) for array in shared)
+    return mask, bias
+
+
+def order_of_rows(x: Array, ids: Array | None, transforms: Rows, prim: Primitives) -> tuple[Array, Array]:
+    """What orders the entries of each row, (N, V), and which rows have an order: they have a distribution, and an id
+    that is not ignored."""
+    xp = prim.xp
+    by = numbers(transforms).map(lambda number: number[:, None])
+    mask, bias = _over_rows(x, transforms, prim)
+    order = key(prim, Point(prim.widen(xp, value_of(prim, x, mask, by)), bias), by)
+    largest = xp.max(order, axis=-1)
+    numbers_of_row = [number for number in numbers(transforms) if number is not None]
+    ordered = xp.isfinite(largest)
+    for number in numbers_of_row:
+        ordered = ordered & ~xp.isnan(number)
+    return order, ordered if ids is None else ordered & xp.any(ids != IGNORED, axis=-1)
+
+
+def rank_of_rows(x: Array, ids: Array, transforms: Rows, prim: Primitives) -> Array:
+    xp = prim.xp
+    order, ordered = order_of_rows(x, ids, transforms, prim)
+    own = prim.take(xp, order, xp.where(ids < 0, xp.zeros_like(ids), ids))
+    above = [xp.sum(xp.astype(order > own[:, k, None], xp.int32), axis=-1) for k in range(ids.shape[1])]
+    if not above:
+        return xp.zeros_like(ids)
+    rank = xp.astype(1 + xp.stack(above, axis=-1), xp.int64)
+    return xp.where(ordered[:, None] & (ids >= 0), rank, xp.zeros_like(rank))
+
+
+def top_ids_of_rows(x: Array, ids: Array | None, transforms: Rows, count: int, prim: Primitives) -> Array:
+    xp = prim.xp
+    order, ordered = order_of_rows(x, ids, transforms, prim)
+    order = xp.where(ordered[:, None], order, xp.zeros_like(order))
+    top = prim.top(xp, order, count)
+    return xp.where(ordered[:, None], top, xp.full_like(top, -1))
+
+
+def _of_active(xp: Any, ids: Array | None, values: Array) -> Array:
+    """0 for a row all of whose ids are ignored."""
+    if ids is None:
+        return values
+    return xp.where(xp.any(ids != IGNORED, axis=-1), values, xp.zeros_like(values))
 
 
 class ArrayApiBackend:
@@ -135,20 +217,53 @@ class ArrayApiBackend:
     def layout(self, vocab: int) -> Layout:
         return Layout(vocab, self.width)
 
-    def logprobs(self, call: Call) -> Array:
+    def transforms(self, call: Call, like: Array) -> Rows:
+        return rows_of_call(
+            self.namespace(like),
+            call.transforms,
+            tuple(call.logits.shape),
+            like,
+            lambda row: self.from_numpy(row, like),
+        )
+
+    @QUIET
+    def statistics(self, call: Call) -> Statistics:
+        layout, prim = self.layout(call.logits.shape[-1]), self.primitives(call.logits)
+        pieces = [statistics_of_rows(*piece, layout, prim, call.want)[0] for piece in self.pieces(call)]
+        dtype = arithmetic(prim.xp, call.logits)
+        shapes = Statistics(() if call.ids is None else call.ids.shape, *[call.logits.shape[:-1]] * 2)
+        return Statistics(
+            *(
+                self._joined(call, [piece[n] for piece in pieces], shapes[n], dtype) if wanted else None
+                for n, wanted in enumerate(call.want)
+            )
+        )
+
+    @QUIET
+    def rank(self, call: Call) -> Array:
+        prim = self.primitives(call.logits)
+        pieces = [rank_of_rows(*piece, prim) for piece in self.pieces(call)]
+        return self._joined(call, pieces, call.ids.shape, prim.xp.int64)
+
+    @QUIET
+    def top_ids(self, call: Call, count: int) -> Array:
+        prim = self.primitives(call.logits)
+        pieces = [top_ids_of_rows(x, ids, transforms, count, prim) for x, ids, transforms in self.pieces(call)]
+        return self._joined(call, pieces, (*call.logits.shape[:-1], count), prim.xp.int64)
+
+    def pieces(self, call: Call) -> Iterator[tuple[Array, Array | None, Rows]]:
+        """Rows (N, V), their ids (N, K) and transforms, a cache-sized part of the call at a time."""
         xp, vocab = self.namespace(call.logits), call.logits.shape[-1]
         x = xp.reshape(call.logits, (-1, vocab))
-        ids = xp.reshape(call.ids, (call.rows, call.many))
-        pair = temperature_pair(xp, call.temperature, x.shape[0], x)
-        layout, prim = self.layout(vocab), self.primitives(x)
-        with np.errstate(all="ignore"):  # for libraries on top of NumPy: infinities and NaNs have defined results here
-            pieces = [
-                logprob_rows(x[part, :], ids[part, :], pair and (pair[0][part], pair[1][part]), layout, prim)[0]
-                for part in row_slices(x.shape[0], vocab)
-            ]
-        dtype = xp.float64 if x.dtype == xp.float64 else xp.float32
-        flat = xp.concat(pieces) if pieces else xp.zeros((0, call.many), dtype=dtype, device=self.device(x))
-        return xp.reshape(flat, call.ids.shape)
+        ids = None if call.ids is None else xp.reshape(call.ids, (call.rows, call.many))
+        transforms = self.transforms(call, x)
+        for part in row_slices(x.shape[0], vocab):
+            yield x[part, :], None if ids is None else ids[part, :], transforms.of(part)
+
+    def _joined(self, call: Call, pieces: list[Any], shape: tuple[int, ...], dtype: Any) -> Array:
+        xp = self.namespace(call.logits)
+        empty = xp.zeros((0,), dtype=dtype, device=self.device(call.logits))
+        return xp.reshape(xp.concat(pieces) if pieces else empty, tuple(shape))
 
     def info(self) -> BackendInfo:
         return BackendInfo(

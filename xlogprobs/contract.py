@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from xlogprobs.accurate import Array, Pair
+from xlogprobs.accurate import Array
 
 if TYPE_CHECKING:
     from xlogprobs.backend import Backend
@@ -23,13 +23,35 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 
+class Transforms(NamedTuple):
+    """The transforms of a call, checked; None is the identity.
+
+    Numbers are floats, or arrays of shape () or logits.shape[:-1]; bias and mask broadcast to the logits.
+    """
+
+    temperature: float | Array | None = None
+    scale: float | Array | None = None
+    softcap: float | Array | None = None
+    bias: Array | None = None
+    mask: Array | None = None
+
+
+class Want(NamedTuple):
+    """The statistics that a call asks for."""
+
+    logprob: bool = True
+    entropy: bool = False
+    lse: bool = False
+
+
 class Call(NamedTuple):
     """A call that passed every check, in the form that a backend runs."""
 
     logits: Array
-    ids: Array
+    ids: Array | None
     """logits.shape[:-1] or (*logits.shape[:-1], K) in [0, V), or IGNORED, or INVALID."""
-    temperature: float | Array | None
+    transforms: Transforms = Transforms()
+    want: Want = Want()
     inplace_backward: bool = False
 
     @property
@@ -39,6 +61,8 @@ class Call(NamedTuple):
     @property
     def many(self) -> int:
         """Ids a row: K, or 1."""
+        if self.ids is None:
+            return 0
         return int(self.ids.shape[-1]) if len(self.ids.shape) == len(self.logits.shape) else 1
 
 
@@ -46,15 +70,25 @@ def check(
     backend: "Backend",
     logits: Array,
     ids: Any,
-    temperature: Any,
+    transforms: dict[str, Any],
     ignore_index: int | None,
     invalid_ids: InvalidIds,
+    want: Want = Want(),  # noqa: B008
     inplace_backward: bool = False,
 ) -> Call:
+    """``ids`` may be None where ``want`` asks for no logprob; ``transforms`` are those given, by their names."""
     check_logits(backend, logits)
+    check_options(ignore_index, invalid_ids)
+    encoded = None if ids is None else check_ids(backend, logits, ids, ignore_index, invalid_ids)
+    if inplace_backward:
+        backend.check_inplace_backward(logits)
+    return Call(logits, encoded, check_transforms(backend, logits, **transforms), want, inplace_backward)
+
+
+def check_ids(backend: "Backend", logits: Array, ids: Any, ignore_index: int | None, invalid_ids: InvalidIds) -> Array:
+    """The ids, encoded, in the library of the logits."""
     from xlogprobs.backend import numpy_backend
 
-    check_options(ignore_index, invalid_ids)
     raw, source = check_integers(backend, "ids", ids, logits)
     shape, positions = tuple(raw.shape), tuple(logits.shape[:-1])
     if shape != positions and shape[:-1] != positions:
@@ -66,11 +100,7 @@ def check(
         raw, source = source.to_numpy(raw), numpy_backend()
     encoded = encode(source.namespace(raw), raw, logits.shape[-1], ignore_index)
     refuse_invalid("ids", raw, source, encoded, source, logits, ignore_index, invalid_ids)
-    if source is not backend:
-        encoded = backend.from_numpy(encoded, logits)
-    if inplace_backward:
-        backend.check_inplace_backward(logits)
-    return Call(logits, encoded, check_temperature(backend, logits, temperature), inplace_backward)
+    return encoded if source is backend else backend.from_numpy(encoded, logits)
 
 
 def check_options(ignore_index: int | None, invalid_ids: InvalidIds) -> None:
@@ -80,6 +110,25 @@ def check_options(ignore_index: int | None, invalid_ids: InvalidIds) -> None:
         )
     if ignore_index is not None and (isinstance(ignore_index, bool) or not hasattr(ignore_index, "__index__")):
         raise TypeError(f"ignore_index is {_what(ignore_index)}; expected an int or None")
+
+
+def check_want(want: Any, ids: Any, known: tuple[str, ...]) -> frozenset[str]:
+    names = (want,) if isinstance(want, str) else tuple(want)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"want has {name!r}; expected any of {', '.join(map(repr, known))}")
+        if ids is None and name in ("logprob", "rank"):
+            raise ValueError(f"want has {name!r}, which is a statistic of ids; pass ids, or want without it")
+    return frozenset(names)
+
+
+def check_top_k(top_k: Any, logits: Array) -> None:
+    if isinstance(top_k, bool) or not hasattr(top_k, "__index__"):
+        raise TypeError(f"top_k is {_what(top_k)}; expected an int")
+    if not 0 <= top_k <= logits.shape[-1]:
+        raise ValueError(
+            f"top_k is {top_k}; logits of shape {tuple(logits.shape)} take a top_k from 0 to {logits.shape[-1]}"
+        )
 
 
 def check_logits(backend: "Backend", logits: Array) -> None:
@@ -188,43 +237,93 @@ def refuse_invalid(
     )
 
 
-def check_temperature(backend: "Backend", logits: Array, temperature: Any) -> float | Array | None:
-    """None for 1, a float for a number, an array of logits.shape[:-1] for one per position."""
+def check_transforms(
+    backend: "Backend",
+    logits: Array,
+    temperature: Any = 1.0,
+    scale: Any = 1.0,
+    softcap: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+) -> Transforms:
+    return Transforms(
+        check_number(backend, logits, "temperature", temperature),
+        check_number(backend, logits, "scale", scale),
+        None if softcap is None else check_number(backend, logits, "softcap", softcap),
+        None if bias is None else check_over_vocabulary(backend, logits, "bias", bias),
+        None if mask is None else check_over_vocabulary(backend, logits, "mask", mask),
+    )
+
+
+def check_over_vocabulary(backend: "Backend", logits: Array, name: str, value: Any) -> Array:
+    """bias or mask, as an array of the logits' library that broadcasts to them."""
+    array, source = check_array(backend, logits, name, value)
+    dtype = source.dtype_name(array)
+    if name == "mask" and dtype != "bool":
+        raise TypeError(f"mask has dtype {dtype}; expected booleans, True for the entries to keep")
+    if name == "bias" and dtype not in FLOATS + INTEGERS:
+        raise TypeError(f"bias has dtype {dtype}; expected real numbers")
+    own, shape = tuple(array.shape), tuple(logits.shape)
+    if len(own) > len(shape) or any(a not in (1, b) for a, b in zip(reversed(own), reversed(shape), strict=False)):
+        raise ValueError(f"{name} has shape {own}, which does not broadcast to the logits' shape {shape}")
+    if name == "bias":
+        refuse_gradient(source, name, array)
+        if source is not backend:
+            array = array.astype(np.float64 if backend.dtype_name(logits) == "float64" else np.float32)
+    return array if source is backend else backend.from_numpy(array, logits)
+
+
+def refuse_gradient(source: "Backend", name: str, array: Array) -> None:
+    if source.differentiable(array):
+        raise ValueError(
+            f"{name} requires a gradient, which is computed for the logits and the temperature only; pass"
+            f" {name}.detach(), or apply the {name} to the logits yourself"
+        )
+
+
+def check_array(backend: "Backend", logits: Array, name: str, value: Any) -> tuple[Array, "Backend"]:
+    """An argument that is no ids, as an array, and the backend that owns it."""
     from xlogprobs.backend import array_library, numpy_backend
 
-    if isinstance(temperature, bool) or temperature is None or isinstance(temperature, (str, bytes, complex)):
-        raise TypeError(f"temperature is {_what(temperature)}; expected a number, or one per position")
-    narrow = backend.dtype_name(logits) != "float64"
-    if isinstance(temperature, (int, float)):
-        return temperature_number(temperature, narrow)
-    library = array_library(temperature)
+    library = array_library(value)
     if library is None or library == "numpy":
-        temperature = _from_python("temperature", temperature)
-        source = numpy_backend()
-    elif library == array_library(logits):
-        source = backend
-        if temperature.shape != ():
-            _check_device(backend, "temperature", temperature, logits)
-    else:
-        raise TypeError(f"temperature is {_what(temperature)} and logits {_what(logits)}; expected one library")
-    dtype = source.dtype_name(temperature)
+        return _from_python(name, value), numpy_backend()
+    if library != array_library(logits):
+        raise TypeError(f"{name} is {_what(value)} and logits {_what(logits)}; expected one library")
+    if value.shape != ():
+        _check_device(backend, name, value, logits)
+    return value, backend
+
+
+def check_number(backend: "Backend", logits: Array, name: str, value: Any) -> float | Array | None:
+    """temperature, scale or softcap: None for 1 (but not of a softcap), a float for a number, an array of
+    logits.shape[:-1] for one per position."""
+    if isinstance(value, bool) or value is None or isinstance(value, (str, bytes, complex)):
+        raise TypeError(f"{name} is {_what(value)}; expected a number, or one per position")
+    narrow = backend.dtype_name(logits) != "float64"
+    if isinstance(value, (int, float)):
+        return number_value(name, value, narrow)
+    array, source = check_array(backend, logits, name, value)
+    dtype = source.dtype_name(array)
     if dtype not in FLOATS + INTEGERS:
-        raise TypeError(f"temperature has dtype {dtype}; expected real numbers")
-    shape, positions = tuple(temperature.shape), tuple(logits.shape[:-1])
+        raise TypeError(f"{name} has dtype {dtype}; expected real numbers")
+    shape, positions = tuple(array.shape), tuple(logits.shape[:-1])
     if shape not in ((), positions):
         raise ValueError(
-            f"temperature has shape {shape}; logits of shape {tuple(logits.shape)} take a number or shape {positions}"
+            f"{name} has shape {shape}; logits of shape {tuple(logits.shape)} take a number or shape {positions}"
         )
-    if source.readable(temperature):
-        values = source.to_numpy(temperature).astype(np.float64)
-        if shape == () and not source.differentiable(temperature):
-            return temperature_number(float(values), narrow)
-        wrong = ~_is_temperature(values, narrow)
+    if name != "temperature":
+        refuse_gradient(source, name, array)
+    if source.readable(array):
+        values = source.to_numpy(array).astype(np.float64)
+        if shape == () and not source.differentiable(array):
+            return number_value(name, float(values), narrow)
+        wrong = ~is_valid(name, values, narrow)
         if wrong.any():
             first = tuple(int(i) for i in np.argwhere(wrong)[0])
-            at = f"temperature[{', '.join(map(str, first))}]" if first else "temperature"
-            raise ValueError(_not_a_temperature(at, values[first], narrow))
-    return temperature if source is backend else backend.from_numpy(temperature, logits)
+            at = f"{name}[{', '.join(map(str, first))}]" if first else name
+            raise ValueError(_not_valid(name, at, values[first], narrow))
+    return array if source is backend else backend.from_numpy(array, logits)
 
 
 def _check_device(backend: "Backend", name: str, array: Array, like: Array, like_name: str = "logits") -> None:
@@ -233,45 +332,28 @@ def _check_device(backend: "Backend", name: str, array: Array, like: Array, like
         raise ValueError(f"{name} is on {own} and {like_name} on {expected}; move one to the other")
 
 
-def temperature_number(temperature: float, narrow: bool) -> float | None:
+def number_value(name: str, value: float, narrow: bool) -> float | None:
     try:
-        value = float(temperature)
+        value = float(value)
     except OverflowError:
         value = math.inf
-    if not _is_temperature(value, narrow):
-        raise ValueError(_not_a_temperature("temperature", value, narrow))
-    return None if value == 1.0 else value
+    if not is_valid(name, value, narrow):
+        raise ValueError(_not_valid(name, name, value, narrow))
+    return None if value == 1.0 and name != "softcap" else value
 
 
-def _is_temperature(values: Any, narrow: bool) -> Any:
-    """Whether ``values`` are finite and positive in the arithmetic type."""
+def is_valid(name: str, values: Any, narrow: bool) -> Any:
+    """Whether ``values`` are finite, and of a temperature or softcap positive, in the arithmetic type."""
+    if name == "scale":
+        return abs(values) <= (HOTTEST if narrow else np.finfo(np.float64).max)
     return (values >= COLDEST) & (values <= HOTTEST) if narrow else (values > 0) & (values < math.inf)
 
 
-def _not_a_temperature(at: str, value: float, narrow: bool) -> str:
+def _not_valid(name: str, at: str, value: float, narrow: bool) -> str:
+    if name == "scale":
+        return f"{at} is {value}; expected finite{' in float32' if narrow and math.isfinite(value) else ''}"
     in_float32 = f" in float32, from {COLDEST:.3g} to {HOTTEST:.3g}" if narrow and 0 < value < math.inf else ""
     return f"{at} is {value}; expected finite and positive{in_float32}"
-
-
-def temperature_pair(xp: Any, temperature: float | Array | None, rows: int, like: Array) -> Pair | None:
-    """The temperature of each row in the arithmetic type, and what that type rounded away; NaN where it is invalid."""
-    if temperature is None:
-        return None
-    dtype = xp.float64 if like.dtype == xp.float64 else xp.float32
-    device = getattr(like, "device", None)
-    if isinstance(temperature, float):
-        high = temperature if dtype == xp.float64 else float(np.float32(temperature))
-        return (
-            xp.full((rows,), high, dtype=dtype, device=device),
-            xp.full((rows,), temperature - high, dtype=dtype, device=device),
-        )
-    values = xp.broadcast_to(xp.reshape(temperature, (-1,)), (rows,))
-    if values.dtype not in (xp.float32, xp.float64):
-        values = xp.astype(values, dtype)
-    valid = _is_temperature(values, dtype != xp.float64)
-    high = xp.astype(values, dtype)
-    low = xp.astype(values - xp.astype(high, values.dtype), dtype) if values.dtype == xp.float64 else high * 0
-    return xp.where(valid, high, xp.full_like(high, float("nan"))), low
 
 
 def _python_integers(name: str, value: Any) -> Any:

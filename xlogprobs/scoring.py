@@ -15,7 +15,7 @@ import numpy as np
 
 from xlogprobs.accurate import Array
 from xlogprobs.api import logprobs
-from xlogprobs.contract import temperature_number
+from xlogprobs.contract import number_value
 from xlogprobs.stored import InputError, StoredLogits
 
 PIECE_BYTES = 32 << 20
@@ -108,7 +108,7 @@ def score(
     ignored = np.zeros(stored.ids.shape, bool) if ignore_index is None else np.asarray(stored.ids == ignore_index)
     _check_range(stored, ignored)
     try:
-        temperature_number(temperature, narrow=dtype.itemsize < 8)
+        number_value("temperature", temperature, narrow=dtype.itemsize < 8)
     except ValueError as error:
         raise InputError(str(error)) from None
     library = _load(Library(backend), dtype)

@@ -14,14 +14,25 @@ and the log-probability of the entry x_t is ``(x_t - m) / T - log1p(r)``. Three 
 Blocks are summed with their maximum included, which compilers turn into one vectorised read. Only where the sum of the
 block that holds the row's maximum is below 2, and so mostly that maximum's own 1, is that block summed again without
 it: any larger sum keeps its accuracy when 1 is taken off.
+
+Entropy takes a third number of the same read,
+
+    t = sum of e^s s  with s = (x - m) / T              entropy = log1p(r) - t / (1 + r)          lse = m / T + log1p(r)
+
+to which an entry of probability 0 adds nothing. The transforms of `xlogprobs.transforms` replace (x - m) / T by their
+own difference; the maximum is then the entry that they make largest.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from xlogprobs import accurate
-from xlogprobs.accurate import Array, Pair
+from xlogprobs.accurate import Array
+from xlogprobs.transforms import Numbers, Point, Rows, distance, key, numbers, value_of, wide_distance, wide_value
+
+LEAST = -1000.0  # e^LEAST is 0 in float64, too
 
 
 @dataclass(frozen=True)
@@ -64,17 +75,22 @@ def window(xp: Any, x: Array, row: Array, start: Array, width: int) -> Array:
     return take(xp, x, start[:, None] + xp.arange(width, dtype=start.dtype, device=device_of(x))[None, :])
 
 
+def top(xp: Any, order: Array, count: int) -> Array:
+    """Columns (N, count) of the largest of each row, in descending order, equal ones by ascending column."""
+    return xp.argsort(order, axis=-1, descending=True, stable=True)[:, :count]
+
+
 def row_numbers(xp: Any, x: Array) -> Array:
     return xp.arange(x.shape[0], device=device_of(x))
 
 
-def resum(function: Callable[..., Array], total: Array, x: Array, *arrays: Any) -> Array:
-    """``function(x, *arrays)`` (N,) of the rows ``x`` (N, V) and arrays whose first axis is the row.
+def resum(function: Callable[..., Array], total: Array, whole: tuple[Any, ...], rowwise: tuple[Any, ...]) -> Array:
+    """``function(whole, rowwise)`` (N,).
 
-    A backend may cut the arrays (but not ``x``) into pieces, and need not call it for rows whose ``total`` is 2 or
-    more: there ``total - 1`` serves as well.
+    ``rowwise`` are arrays whose first axis is the row, or None, which a backend may cut into pieces; and it need not
+    call the function for rows whose ``total`` is 2 or more: there ``total - 1`` serves as well.
     """
-    return function(x, *arrays)
+    return function(whole, rowwise)
 
 
 def sum_last_axis(xp: Any, terms: Array) -> Array:
@@ -86,18 +102,22 @@ def exp(xp: Any, x: Array) -> Array:
     return xp.exp(x)
 
 
-def sum_exp(
-    xp: Any,
-    block: Array,
-    maximum: Array,
-    temperature: Array | None,
-    exp: Callable[[Any, Array], Array] = exp,
-) -> Array:
-    """Sum over the last axis of e^((x - m) / T); ``maximum`` and ``temperature`` have the shape without that axis."""
-    scaled = widen(xp, block) - maximum[..., None]
-    if temperature is not None:
-        scaled = scaled / temperature[..., None]
-    return xp.sum(exp(xp, scaled), axis=-1)
+def block_terms(
+    prim: "Primitives", at: Point, reference: Point, by: Numbers, moment: bool = False
+) -> tuple[Array, Array | None]:
+    """Sums over the last axis of e^s, and of e^s s where the ``moment`` is asked for, with s the difference of z.
+
+    ``at`` has one axis more than ``reference`` and ``by``, the summed one.
+    """
+    xp = prim.xp
+    s = distance(prim, at, reference.column(), by.map(lambda number: number[..., None]))
+    e = prim.exp(xp, s)
+    return prim.sum(xp, e), prim.sum(xp, e * held(xp, s)) if moment else None
+
+
+def held(xp: Any, s: Array) -> Array:
+    """s where e^s is not 0, and some finite number where it is: their product is 0 there, and not NaN."""
+    return xp.where(s < LEAST, xp.full_like(s, LEAST), s)
 
 
 def device_of(x: Array) -> Any:
@@ -115,140 +135,229 @@ class Primitives:
     take: Callable[[Any, Array, Array], Array] = take
     window: Callable[[Any, Array, Array, Array, int], Array] = window
     exp: Callable[[Any, Array], Array] = exp
-    sum_exp: Callable[[Any, Array, Array, Array | None], Array] = sum_exp
+    sum: Callable[[Any, Array], Array] = sum_last_axis
+    """Over the entries of a block."""
+    block_terms: Callable[..., tuple[Array, Array | None]] = block_terms
     sum_last_axis: Callable[[Any, Array], Array] = sum_last_axis
     row_numbers: Callable[[Any, Array], Array] = row_numbers
+    top: Callable[[Any, Array, int], Array] = top
     resum: Callable[..., Array] = resum
-    block_sums: "Callable[[Array, Pair | None, Layout, Primitives], tuple[Array, Array]] | None" = None
+    block_sums: "Callable[[Array, Rows, Layout, Primitives, bool], Blocks] | None" = None
     """In place of `block_sums`."""
 
 
+class Blocks(NamedTuple):
+    """Of the blocks of rows, each (N, blocks)."""
+
+    reference: Point
+    """The entry that the sums are relative to: the largest of the block, or of any part of the row that holds it."""
+    key: Array
+    """What orders the references."""
+    total: Array
+    """Sum of e^s."""
+    moment: Array | None
+    """Sum of e^s s."""
+
+
 class Summary(NamedTuple):
-    """m and r of each row; r is ``rest + rest_low``, rest_low None where rest is float64."""
+    """m, r and t of each row; r is ``rest + rest_low``, rest_low None where rest is float64."""
 
     max: Array
     rest: Array
-    rest_low: Array | None
+    rest_low: Array | None = None
+    bias: Array | None = None
+    """The maximum's own, where there is a bias."""
+    moment: Array | None = None
+    """t, where it was asked for."""
+
+    @property
+    def point(self) -> Point:
+        return Point(self.max, self.bias)
 
 
-def summarize(x: Array, temperature: Pair | None, layout: Layout, prim: Primitives) -> Summary:
-    """Summary of each row of ``x`` (N, V).
-
-    ``temperature`` is a pair of (N,) in the arithmetic type (the second part what the first rounded away), or None
-    for 1.
-    """
+def summarize(x: Array, transforms: Rows, layout: Layout, prim: Primitives, moment: bool = False) -> Summary:
+    """Summary of each row of ``x`` (N, V)."""
     xp = prim.xp
-    maximum, total = (prim.block_sums or block_sums)(x, temperature, layout, prim)
-    top = xp.max(maximum, axis=-1)
+    blocks = (prim.block_sums or block_sums)(x, transforms, layout, prim, moment)
+    largest = xp.max(blocks.key, axis=-1)
     # of the blocks relative to the row's maximum, the largest; if its sum is below 2, it is one that holds the maximum
     # or the sums of the others, too, are 1 or more
-    candidates = xp.where(maximum == top[:, None], total, xp.full_like(total, -1.0))
+    candidates = xp.where(blocks.key == largest[:, None], blocks.total, xp.full_like(blocks.total, -1.0))
     best, most = xp.argmax(candidates, axis=-1), xp.max(candidates, axis=-1)
+    top = Point(largest)
+    if blocks.reference.bias is not None:
+        value, bias = (xp.take_along_axis(part, best[:, None], axis=-1)[:, 0] for part in blocks.reference)
+        top = Point(value, bias)
+    rest = prim.resum(
+        lambda whole, rowwise: _without_maximum(whole, rowwise, layout, prim),
+        most,
+        *_of_best_block(x, best, top, transforms, prim),
+    )
+    return _merge_blocks(blocks, best, top, rest, transforms, prim)
 
-    def without_maximum(x: Array, row: Array, best: Array, top: Array, temperature: Any) -> Array:
-        # Any, since Dynamo evaluates the annotations of an inner function, and not Pair | None
-        return _without_maximum(x, row, best, top, temperature, layout, prim)
 
-    rest = prim.resum(without_maximum, most, x, prim.row_numbers(xp, x), best, _finite(xp, top), temperature)
-    return _merge_blocks(maximum, total, best, top, rest, temperature, prim)
-
-
-def block_sums(x: Array, temperature: Pair | None, layout: Layout, prim: Primitives) -> tuple[Array, Array]:
-    """(N, blocks) each: a maximum m, and the block's sum of e^((x - m) / T).
-
-    Here m is the block's own maximum; it may be that of any part of the row that holds the block, and the largest is
-    the row's.
-    """
-    xp, rows = prim.xp, x.shape[0]
-    maxima, sums = [], []
+def block_sums(x: Array, transforms: Rows, layout: Layout, prim: Primitives, moment: bool = False) -> Blocks:
+    """Each block relative to its own largest entry."""
+    xp, rows, by = prim.xp, x.shape[0], numbers(transforms)
+    parts = []
     for start, count, width in layout.parts():
         block = prim.cut(xp, x, start, count, width)
-        maximum = prim.widen(xp, xp.max(block, axis=-1))
-        spread = None
-        if temperature is not None:
-            spread = xp.reshape(xp.broadcast_to(temperature[0][:, None], (rows, count)), maximum.shape)
-        total = prim.sum_exp(xp, block, _finite(xp, maximum), spread)
-        maxima.append(xp.reshape(maximum, (rows, count)))
-        sums.append(xp.reshape(total, (rows, count)))
-    maximum = maxima[0] if len(maxima) == 1 else xp.concat(maxima, axis=-1)
-    total = sums[0] if len(sums) == 1 else xp.concat(sums, axis=-1)
-    return maximum, total
+        mask, bias = (
+            None if shared is None else prim.cut(xp, shared.spread(xp, rows), start, count, width)
+            for shared in (transforms.mask, transforms.bias)
+        )
+        shape = block.shape[:-1]
+        here = Numbers(*(_per_block(xp, number, count, shape) for number in by))
+        columns = here.map(lambda number: number[..., None])
+        at = Point(value_of(prim, block, mask, columns), bias)
+        reference, order = largest_of(prim, at, columns)
+        total, second = prim.block_terms(prim, at, _finite(xp, reference), here, moment)
+        found = reference.value, reference.bias, order, total, second
+        parts.append([None if array is None else xp.reshape(array, (rows, count)) for array in found])
+    value, bias, order, total, second = (
+        arrays[0] if arrays[0] is None or len(arrays) == 1 else xp.concat(arrays, axis=-1)
+        for arrays in zip(*parts, strict=True)
+    )
+    return Blocks(Point(value, bias), order, total, second)
 
 
-def _without_maximum(
-    x: Array, row: Array, best: Array, top: Array, temperature: Pair | None, layout: Layout, prim: Primitives
-) -> Array:
+def _per_block(xp: Any, number: Array | None, count: int, shape: tuple[int, ...]) -> Array | None:
+    """A number of each row (N,) as one of each block."""
+    return None if number is None else xp.reshape(xp.broadcast_to(number[:, None], (number.shape[0], count)), shape)
+
+
+def largest_of(prim: Primitives, at: Point, by: Numbers) -> tuple[Point, Array]:
+    """The largest entry of the last axis, and the key by which it is."""
+    xp = prim.xp
+    if at.bias is None:
+        maximum = prim.widen(xp, xp.max(at.value, axis=-1))
+        return Point(maximum), maximum
+    at = Point(prim.widen(xp, at.value), at.bias)
+    order = key(prim, at, by)
+    index = xp.argmax(order, axis=-1)[..., None]
+    value, bias, largest = (xp.take_along_axis(part, index, axis=-1)[..., 0] for part in (*at, order))
+    return Point(value, bias), largest
+
+
+def _of_best_block(
+    x: Array, best: Array, top: Point, transforms: Rows, prim: Primitives
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The arguments of `_without_maximum`: arrays as they are, and arrays of the rows."""
+    row = prim.row_numbers(prim.xp, x)
+    (mask, mask_row), (bias, bias_row) = (
+        (None, None) if shared is None else shared.rows_of(row) for shared in (transforms.mask, transforms.bias)
+    )
+    return (x, mask, bias), (row, mask_row, bias_row, best, *_finite(prim.xp, top), *numbers(transforms))
+
+
+def _without_maximum(whole: tuple[Any, ...], rowwise: tuple[Any, ...], layout: Layout, prim: Primitives) -> Array:
     """The best block's sum less 1: the terms below the row's maximum, and its ties but one."""
     xp = prim.xp
+    x, mask, bias = whole
+    row, mask_row, bias_row, best, top, top_bias, *rest = rowwise
+    by = Numbers(*rest).map(lambda number: number[:, None])
     start = best * layout.width
     first = xp.where(start > layout.vocab - layout.width, xp.full_like(start, layout.vocab - layout.width), start)
-    scaled = prim.widen(xp, prim.window(xp, x, row, first, layout.width)) - top[:, None]
-    if temperature is not None:
-        scaled = scaled / temperature[0][:, None]
+    values, kept, biases = (
+        None if array is None else prim.window(xp, array, rows, first, layout.width)
+        for array, rows in ((x, row), (mask, mask_row), (bias, bias_row))
+    )
+    s = distance(prim, Point(value_of(prim, values, kept, by), biases), Point(top, top_bias).column(), by)
     # the last block's window begins in the block before it, where vocab is no multiple of width
     own = xp.arange(layout.width, dtype=start.dtype, device=device_of(x))[None, :] >= (start - first)[:, None]
-    zero, one = xp.zeros_like(scaled), xp.ones_like(scaled)
-    below = prim.sum_last_axis(xp, xp.where(own & (scaled < 0), xp.exp(scaled), zero))
-    ties = xp.sum(xp.where(own & (scaled == 0), one, zero), axis=-1)
+    zero, one = xp.zeros_like(s), xp.ones_like(s)
+    below = prim.sum_last_axis(xp, xp.where(own & (s != 0), xp.exp(s), zero))
+    ties = xp.sum(xp.where(own & (s == 0), one, zero), axis=-1)
     return below + (ties - 1)
 
 
-def _merge_blocks(
-    maximum: Array, total: Array, best: Array, top: Array, rest: Array, temperature: Pair | None, prim: Primitives
-) -> Summary:
-    """R = sum of e^((m_b - M) / T) * s_b over the blocks but the best, plus the best block's r."""
-    xp = prim.xp
-    others = xp.arange(maximum.shape[-1], dtype=best.dtype, device=device_of(maximum))[None, :] != best[:, None]
+def _merge_blocks(blocks: Blocks, best: Array, top: Point, rest: Array, transforms: Rows, prim: Primitives) -> Summary:
+    """With d_b the distance of a block's reference from the row's maximum, and s_b, t_b the block's sums:
+
+    R = sum of e^d_b s_b over the blocks but the best, plus the best block's r;  T = sum of e^d_b (t_b + d_b s_b).
+    """
+    xp, total, second = prim.xp, blocks.total, blocks.moment
+    others = xp.arange(total.shape[-1], dtype=best.dtype, device=device_of(total))[None, :] != best[:, None]
+    apart = wide_distance(prim, blocks.reference, _finite(xp, top), transforms)
     if prim.has_float64:
         wide = xp.float64
-        distance = xp.astype(maximum, wide) - xp.astype(_finite(xp, top), wide)[:, None]
-        if temperature is not None:
-            distance = distance / _wide_temperature(xp, temperature)[:, None]
-        terms = xp.exp(distance) * xp.astype(total, wide)
-        return Summary(
-            top, xp.sum(xp.where(others, terms, xp.zeros_like(terms)), axis=-1) + xp.astype(rest, wide), None
-        )
-    high, low = _distance(xp, maximum, _finite(xp, top)[:, None], temperature)
+        weight, total = xp.exp(apart), xp.astype(total, wide)
+        terms = weight * total
+        r = xp.sum(xp.where(others, terms, xp.zeros_like(terms)), axis=-1) + xp.astype(rest, wide)
+        t = None
+        if second is not None:
+            t = xp.sum(weight * (xp.astype(second, wide) + held(xp, apart) * total), axis=-1)
+        return Summary(top.value, r, None, top.bias, t)
+    high, low = apart
     weight = xp.exp(high)
     term, error = accurate.two_product(weight, total)
     error = error + weight * low * total
     zero = xp.zeros_like(term)
     row_high, row_low = accurate.sum_last_axis(xp, (xp.where(others, term, zero), xp.where(others, error, zero)))
-    high, error = accurate.two_sum(row_high, rest)
-    return Summary(top, high, row_low + error)
+    r_high, error = accurate.two_sum(row_high, rest)
+    t = None
+    if second is not None:
+        t, t_low = accurate.sum_last_axis(xp, (weight * (second + held(xp, high) * total), zero))
+    return Summary(top.value, r_high, row_low + error, top.bias, t)
 
 
-def finish(entries: Array, summary: Summary, temperature: Pair | None, vocab: int, prim: Primitives) -> Array:
-    """Log-probabilities (N, K) of ``entries`` (N, K), the logits at the ids, in the arithmetic type."""
+def finish(at: Point, summary: Summary, transforms: Rows, vocab: int, prim: Primitives) -> Array:
+    """Log-probabilities (N, K) of the entries ``at`` (N, K), in the arithmetic type."""
     xp = prim.xp
-    value, top = prim.widen(xp, entries), summary.max[:, None]
+    value = prim.widen(xp, at.value)
+    apart = wide_distance(prim, Point(value, at.bias), summary.point, transforms)
     if prim.has_float64:
-        distance = xp.astype(value, xp.float64) - xp.astype(top, xp.float64)
-        if temperature is not None:
-            distance = distance / _wide_temperature(xp, temperature)[:, None]
-        logprob = xp.astype(distance - xp.log1p(summary.rest)[:, None], value.dtype)
+        logprob = xp.astype(apart - xp.log1p(summary.rest)[:, None], value.dtype)
     else:
-        high, low = _distance(xp, value, top, temperature)
         log_high, log_low = accurate.log1p(xp, (summary.rest, summary.rest_low), vocab)
-        rounded, error = accurate.two_sum(high, -log_high[:, None])
-        logprob = rounded + (error + (low - log_low[:, None]))
-        logprob = xp.where(xp.isfinite(rounded), logprob, rounded)
-    # a row that holds +inf has no distribution, though the difference to its maximum is -inf
-    return xp.where(top == float("inf"), xp.full_like(logprob, float("nan")), logprob)
+        logprob = _rounded_difference(xp, apart, (log_high[:, None], log_low[:, None]))
+    # nothing exceeds the maximum, though the order of biased entries is that of rounded keys
+    logprob = xp.where(logprob > 0, xp.zeros_like(logprob), logprob)
+    return xp.where(has_distribution(xp, summary)[:, None], logprob, xp.full_like(logprob, float("nan")))
 
 
-def _distance(xp: Any, value: Array, top: Array, temperature: Pair | None) -> Pair:
-    """``(value - top) / T`` as a pair."""
-    if temperature is None:
-        return accurate.difference(xp, value, top)
-    half = accurate.difference(xp, value * 0.5, top * 0.5)  # halves: the difference itself may lie beyond float32
-    return accurate.divide(xp, half, (temperature[0][:, None] * 0.5, temperature[1][:, None] * 0.5))
+def finish_lse(summary: Summary, transforms: Rows, vocab: int, prim: Primitives) -> Array:
+    """``lse = z_max + log1p(r)`` (N,): -inf for a row without a finite entry, NaN where there is NaN or +inf."""
+    xp = prim.xp
+    top = wide_value(prim, summary.point.column(), transforms)
+    if prim.has_float64:
+        lse = xp.astype(top[:, 0] + xp.log1p(summary.rest), summary.max.dtype)
+    else:
+        log_high, log_low = accurate.log1p(xp, (summary.rest, summary.rest_low), vocab)
+        lse = _rounded_difference(xp, (top[0][:, 0], top[1][:, 0]), (-log_high, -log_low))
+    z = top[:, 0] if prim.has_float64 else top[0][:, 0]
+    lse = xp.where(has_distribution(xp, summary), lse, xp.full_like(lse, float("nan")))
+    return xp.where(z == -float("inf"), xp.full_like(lse, -float("inf")), lse)
 
 
-def _finite(xp: Any, maximum: Array) -> Array:
-    """0 for a block without a finite entry, so that its terms are e^-inf = 0 and not NaN."""
-    return xp.where(maximum == -float("inf"), xp.zeros_like(maximum), maximum)
+def finish_entropy(summary: Summary, vocab: int, prim: Primitives) -> Array:
+    """``log1p(r) - t / (1 + r)`` (N,), both terms at least 0."""
+    xp = prim.xp
+    if prim.has_float64:
+        entropy = xp.astype(xp.log1p(summary.rest) - summary.moment / (1 + summary.rest), summary.max.dtype)
+    else:
+        log_high, log_low = accurate.log1p(xp, (summary.rest, summary.rest_low), vocab)
+        entropy = log_high + (log_low - summary.moment / (1 + summary.rest))
+    limit = xp.full_like(entropy, math.log(vocab))
+    entropy = xp.where(entropy > limit, limit, entropy)
+    return xp.where(has_distribution(xp, summary), entropy, xp.full_like(entropy, float("nan")))
 
 
-def _wide_temperature(xp: Any, temperature: Pair) -> Array:
-    return xp.astype(temperature[0], xp.float64) + xp.astype(temperature[1], xp.float64)
+def _rounded_difference(xp: Any, a: accurate.Pair, b: accurate.Pair) -> Array:
+    """``a - b`` of pairs, rounded once."""
+    rounded, error = accurate.two_sum(a[0], -b[0])
+    exact = rounded + (error + (a[1] - b[1]))
+    return xp.where(xp.isfinite(rounded), exact, rounded)
+
+
+def has_distribution(xp: Any, summary: Summary) -> Array:
+    """Not for a row that holds +inf, though a difference to its maximum may be -inf, nor NaN, nor nothing finite."""
+    finite = xp.isfinite(summary.max)
+    return finite if summary.bias is None else finite & xp.isfinite(summary.bias)
+
+
+def _finite(xp: Any, point: Point) -> Point:
+    """0 in place of -inf, for a block without a finite entry: its terms are then e^-inf = 0 and not NaN."""
+    return Point(
+        *(None if part is None else xp.where(part == -float("inf"), xp.zeros_like(part), part) for part in point)
+    )

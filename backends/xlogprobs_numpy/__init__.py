@@ -8,9 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from xlogprobs.backend import ArrayApiBackend, BackendInfo, logprob_rows
-from xlogprobs.contract import Call, temperature_pair
-from xlogprobs.summary import Primitives, cut
+from xlogprobs.backend import (
+    ArrayApiBackend,
+    BackendInfo,
+    Statistics,
+    rank_of_rows,
+    statistics_of_rows,
+    top_ids_of_rows,
+)
+from xlogprobs.contract import Call
+from xlogprobs.summary import LEAST, Primitives, cut
+from xlogprobs.summary import block_terms as core_block_terms
+from xlogprobs.transforms import Numbers, Point, Rows
 
 PIECE = 1 << 21  # entries of a piece of rows
 HALF_PIECE = 1 << 20  # the same in half precision, where a piece is first widened to 4 MB
@@ -46,32 +55,55 @@ def window(xp: Any, x: Any, row: Any, start: Any, width: int) -> Any:
     return np.lib.stride_tricks.sliding_window_view(x, width, axis=1)[row, start]
 
 
-def sum_exp(xp: Any, block: Any, maximum: Any, temperature: Any | None) -> Any:
-    """`xlogprobs.summary.sum_exp` of (N, count, width) in a buffer of this thread: fresh memory costs page faults."""
+def block_terms(prim: Primitives, at: Point, reference: Point, by: Numbers, moment: bool = False) -> Any:
+    """`xlogprobs.summary.block_terms` of (N, count, width), a cache-sized part at a time; without transforms in a
+    buffer of this thread, since fresh memory costs page faults."""
+    block = at.value
     rows, count, width = block.shape
-    total = np.empty((rows, count), block.dtype)
+    found = np.empty((2 if moment else 1, rows, count), block.dtype)
     down, along = max(1, BUFFER // (count * width)), max(1, BUFFER // width)
+    plain = by.inner is None and at.bias is None
     for row in range(0, rows, down):
         for first in range(0, count, along):
             part = (slice(row, row + down), slice(first, first + along))
-            scaled = _buffer("scaled", block[part].shape, block.dtype)
-            np.subtract(block[part], maximum[part][..., None], out=scaled)
-            if temperature is not None:
-                np.divide(scaled, temperature[part][..., None], out=scaled)
-            np.exp(scaled, out=scaled)
-            np.sum(scaled, axis=-1, out=total[part])
-    return total
+            here = by.map(lambda number: number[part])  # noqa: B023
+            from_, to = (Point(*(None if a is None else a[part] for a in point)) for point in (at, reference))
+            if not plain:
+                found[:, *part] = [sums for sums in core_block_terms(prim, from_, to, here, moment) if sums is not None]
+                continue
+            s = _buffer("scaled", from_.value.shape, block.dtype)
+            np.subtract(from_.value, to.value[..., None], out=s)
+            if here.temperature is not None:
+                np.divide(s, here.temperature[..., None], out=s)
+            if moment:
+                e = _buffer("exponentials", s.shape, block.dtype)
+                np.exp(s, out=e)
+                np.maximum(s, LEAST, out=s)
+                np.multiply(s, e, out=s)
+                np.sum(s, axis=-1, out=found[1][part])
+            else:
+                e = np.exp(s, out=s)
+            np.sum(e, axis=-1, out=found[0][part])
+    return found[0], found[1] if moment else None
 
 
-def resum(function: Any, total: Any, x: Any, *arrays: Any) -> Any:
+def resum(function: Any, total: Any, whole: Any, rowwise: Any) -> Any:
     """Only the rows that need it."""
     rest = total - 1
     needed = np.flatnonzero(total < 2)
     if needed.size:
-        row, best, top, temperature = arrays
-        temperature = temperature and (temperature[0][needed], temperature[1][needed])
-        rest[needed] = function(x, row[needed], best[needed], top[needed], temperature)
+        rest[needed] = function(whole, tuple(array if array is None else array[needed] for array in rowwise))
     return rest
+
+
+def top(xp: Any, order: Any, count: int) -> Any:
+    """A partition finds the smallest of the largest; only what is no smaller is sorted."""
+    limit = np.partition(order, order.shape[1] - count, axis=1)[:, order.shape[1] - count]
+    found = np.empty((len(order), count), np.int64)
+    for row, (values, least) in enumerate(zip(order, limit, strict=True)):
+        columns = np.flatnonzero(values >= least)
+        found[row] = columns[np.argsort(-values[columns], kind="stable")[:count]]
+    return found
 
 
 def _buffer(use: str, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -111,33 +143,67 @@ class NumpyBackend(ArrayApiBackend):
         return array
 
     def primitives(self, x: Any) -> Primitives:
-        return Primitives(np, cut=widened_cut, widen=widen, sum_exp=sum_exp, window=window, resum=resum)
+        return Primitives(
+            np, cut=widened_cut, widen=widen, block_terms=block_terms, window=window, resum=resum, top=top
+        )
 
-    def logprobs(self, call: Call) -> Any:
+    def statistics(self, call: Call) -> Statistics:
+        layout, prim = self.layout(call.logits.shape[-1]), self.primitives(call.logits)
+
+        def run(x: Any, ids: Any, transforms: Rows) -> tuple[Any, ...]:
+            return tuple(found for found in statistics_of_rows(x, ids, transforms, layout, prim, call.want)[0])
+
+        wide = np.float64 if call.logits.dtype.itemsize == 8 else np.float32
+        logprob = (call.rows, call.many) if call.want.logprob else None
+        others = [(call.rows,) if wanted else None for wanted in call.want[1:]]
+        found = self._over_rows(call, run, (logprob, *others), wide)
+        positions = call.logits.shape[:-1]
+        shapes = (None if call.ids is None else call.ids.shape, positions, positions)
+        return Statistics(*(a if a is None else a.reshape(shape) for a, shape in zip(found, shapes, strict=True)))
+
+    def rank(self, call: Call) -> Any:
+        prim = self.primitives(call.logits)
+
+        def run(x: Any, ids: Any, transforms: Rows) -> tuple[Any, ...]:
+            return (rank_of_rows(x, ids, transforms, prim),)
+
+        return self._over_rows(call, run, ((call.rows, call.many),), np.int64)[0].reshape(call.ids.shape)
+
+    def top_ids(self, call: Call, count: int) -> Any:
+        prim = self.primitives(call.logits)
+
+        def run(x: Any, ids: Any, transforms: Rows) -> tuple[Any, ...]:
+            return (top_ids_of_rows(x, ids, transforms, count, prim),)
+
+        found = self._over_rows(call, run, ((call.rows, count),), np.int64)[0]
+        return found.reshape(*call.logits.shape[:-1], count)
+
+    def _over_rows(self, call: Call, run: Any, shapes: tuple[Any, ...], dtype: Any) -> list[Any]:
+        """The results, (rows, ...) each or None, of ``run(x, ids, transforms)`` on pieces of the rows over threads."""
         vocab, rows = call.logits.shape[-1], call.rows
-        dtype = np.float64 if call.logits.dtype.itemsize == 8 else np.float32
-        result = np.empty(call.ids.shape, dtype)
-        if result.size == 0:
-            return result
-        layout, prim = self.layout(vocab), self.primitives(call.logits)
-        pair = temperature_pair(np, call.temperature, rows, result)
-        ids, out = call.ids.reshape(rows, call.many), result.reshape(rows, call.many)
+        results = [None if shape is None else np.empty(shape, dtype) for shape in shapes]
+        like = np.empty(0, np.float64 if call.logits.dtype.itemsize == 8 else np.float32)
+        transforms = self.transforms(call, like)
+        ids = None if call.ids is None else call.ids.reshape(rows, call.many)
 
-        def run(part: slice) -> None:
+        def piece(part: slice) -> None:
             x = rows_of(call.logits, part)
-            x = x if x.dtype.isnative else x.astype(dtype)
+            x = x if x.dtype.isnative else x.astype(like.dtype)
             # infinities and NaNs have defined results here; NumPy's error state belongs to a thread
             with np.errstate(all="ignore"):
-                out[part] = logprob_rows(x, ids[part], pair and (pair[0][part], pair[1][part]), layout, prim)[0]
+                found = run(x, None if ids is None else ids[part], transforms.of(part))
+            for result, value in zip(results, found, strict=True):
+                if result is not None:
+                    result[part] = value
 
         step = max(1, (HALF_PIECE if call.logits.dtype.itemsize == 2 else PIECE) // vocab)
         parts = [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
         if len(parts) == 1 or threads() == 1:
             for part in parts:
-                run(part)
+                piece(part)
         else:
-            list(self.pool().map(run, parts))
-        return result
+            list(self.pool().map(piece, parts))
+        return results
 
     def pool(self) -> ThreadPoolExecutor:
         pool = self._pool
