@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from xlogprobs import contract
 from xlogprobs.accurate import Array
 from xlogprobs.backend import Backend, Statistics, backend_for
-from xlogprobs.contract import IGNORED, INVALID, InvalidIds, Want
+from xlogprobs.contract import IGNORED, INVALID, Call, InvalidIds, Want
 
 
 def logprobs(
@@ -272,19 +272,20 @@ def token_stats(
     contract.check_top_k(top_k, logits)
     rank = backend.rank(call) if "rank" in wanted else None
     if top_k == 0:
-        found = backend.statistics(call) if any(flags) else Statistics()
-        return TokenStats(*found, rank)
+        return TokenStats(*(backend.statistics(call) if any(flags) else Statistics()), rank)
     top_ids = backend.top_ids(call, top_k)
     xp = backend.namespace(logits)
-    ids_of_call = call.ids
-    alternatives = xp.where(top_ids < 0, xp.full_like(top_ids, INVALID), top_ids)
-    if call.ids is None:
-        both = alternatives
-    else:
-        own = xp.astype(xp.reshape(call.ids, (*logits.shape[:-1], call.many)), top_ids.dtype)
+    found = backend.statistics(_with_alternatives(xp, call, top_ids))
+    logprob: Any = found.logprob
+    own = xp.reshape(logprob[..., : call.many], call.shape_of_ids) if flags.logprob else None
+    return TokenStats(own, found.entropy, found.lse, rank, logprob[..., call.many :], top_ids)
+
+
+def _with_alternatives(xp: Any, call: Call, top_ids: Array) -> Call:
+    """The call with the top ids beside its own, as more ids of the same positions."""
+    ids = xp.where(top_ids < 0, xp.full_like(top_ids, INVALID), top_ids)
+    if call.ids is not None:
+        own = xp.astype(xp.reshape(call.ids, (*call.positions, call.many)), ids.dtype)
         ignored = xp.all(own == IGNORED, axis=-1)[..., None]
-        both = xp.concat([own, xp.where(ignored, xp.full_like(alternatives, IGNORED), alternatives)], axis=-1)
-    found = backend.statistics(call._replace(ids=both, want=flags._replace(logprob=True)))
-    own = found.logprob[..., : call.many]
-    logprob = xp.reshape(own, ids_of_call.shape) if flags.logprob else None
-    return TokenStats(logprob, found.entropy, found.lse, rank, found.logprob[..., call.many :], top_ids)
+        ids = xp.concat([own, xp.where(ignored, xp.full_like(ids, IGNORED), ids)], axis=-1)
+    return call._replace(ids=ids, want=call.want._replace(logprob=True))

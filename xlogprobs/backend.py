@@ -231,7 +231,7 @@ class ArrayApiBackend:
         layout, prim = self.layout(call.logits.shape[-1]), self.primitives(call.logits)
         pieces = [statistics_of_rows(*piece, layout, prim, call.want)[0] for piece in self.pieces(call)]
         dtype = arithmetic(prim.xp, call.logits)
-        shapes = Statistics(() if call.ids is None else call.ids.shape, *[call.logits.shape[:-1]] * 2)
+        shapes = call.shape_of_ids, call.positions, call.positions
         return Statistics(
             *(
                 self._joined(call, [piece[n] for piece in pieces], shapes[n], dtype) if wanted else None
@@ -243,13 +243,13 @@ class ArrayApiBackend:
     def rank(self, call: Call) -> Array:
         prim = self.primitives(call.logits)
         pieces = [rank_of_rows(*piece, prim) for piece in self.pieces(call)]
-        return self._joined(call, pieces, call.ids.shape, prim.xp.int64)
+        return self._joined(call, pieces, call.shape_of_ids, prim.xp.int64)
 
     @QUIET
     def top_ids(self, call: Call, count: int) -> Array:
         prim = self.primitives(call.logits)
         pieces = [top_ids_of_rows(x, ids, transforms, count, prim) for x, ids, transforms in self.pieces(call)]
-        return self._joined(call, pieces, (*call.logits.shape[:-1], count), prim.xp.int64)
+        return self._joined(call, pieces, (*call.positions, count), prim.xp.int64)
 
     def pieces(self, call: Call) -> Iterator[tuple[Array, Array | None, Rows]]:
         """Rows (N, V), their ids (N, K) and transforms, a cache-sized part of the call at a time."""

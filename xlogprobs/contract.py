@@ -59,6 +59,14 @@ class Call(NamedTuple):
         return math.prod(self.logits.shape[:-1])
 
     @property
+    def positions(self) -> tuple[int, ...]:
+        return tuple(self.logits.shape[:-1])
+
+    @property
+    def shape_of_ids(self) -> tuple[int, ...]:
+        return (*self.positions, 0) if self.ids is None else tuple(self.ids.shape)
+
+    @property
     def many(self) -> int:
         """Ids a row: K, or 1."""
         if self.ids is None:

@@ -297,7 +297,7 @@ def _merge_blocks(blocks: Blocks, best: Array, top: Point, rest: Array, transfor
     r_high, error = accurate.two_sum(row_high, rest)
     t = None
     if second is not None:
-        t, t_low = accurate.sum_last_axis(xp, (weight * (second + held(xp, high) * total), zero))
+        t = accurate.sum_last_axis(xp, (weight * (second + held(xp, high) * total), zero))[0]
     return Summary(top.value, r_high, row_low + error, top.bias, t)
 
 

@@ -157,8 +157,7 @@ class NumpyBackend(ArrayApiBackend):
         logprob = (call.rows, call.many) if call.want.logprob else None
         others = [(call.rows,) if wanted else None for wanted in call.want[1:]]
         found = self._over_rows(call, run, (logprob, *others), wide)
-        positions = call.logits.shape[:-1]
-        shapes = (None if call.ids is None else call.ids.shape, positions, positions)
+        shapes = call.shape_of_ids, call.positions, call.positions
         return Statistics(*(a if a is None else a.reshape(shape) for a, shape in zip(found, shapes, strict=True)))
 
     def rank(self, call: Call) -> Any:
@@ -167,7 +166,7 @@ class NumpyBackend(ArrayApiBackend):
         def run(x: Any, ids: Any, transforms: Rows) -> tuple[Any, ...]:
             return (rank_of_rows(x, ids, transforms, prim),)
 
-        return self._over_rows(call, run, ((call.rows, call.many),), np.int64)[0].reshape(call.ids.shape)
+        return self._over_rows(call, run, ((call.rows, call.many),), np.int64)[0].reshape(call.shape_of_ids)
 
     def top_ids(self, call: Call, count: int) -> Any:
         prim = self.primitives(call.logits)
@@ -176,7 +175,7 @@ class NumpyBackend(ArrayApiBackend):
             return (top_ids_of_rows(x, ids, transforms, count, prim),)
 
         found = self._over_rows(call, run, ((call.rows, count),), np.int64)[0]
-        return found.reshape(*call.logits.shape[:-1], count)
+        return found.reshape(*call.positions, count)
 
     def _over_rows(self, call: Call, run: Any, shapes: tuple[Any, ...], dtype: Any) -> list[Any]:
         """The results, (rows, ...) each or None, of ``run(x, ids, transforms)`` on pieces of the rows over threads."""
