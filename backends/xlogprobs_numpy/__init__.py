@@ -183,7 +183,7 @@ class NumpyBackend(ArrayApiBackend):
         wide = np.float64 if call.logits.dtype.itemsize == 8 else np.float32
 
         def run(x: Any, ids: Any, transforms: Rows, part: slice) -> tuple[Any, ...]:
-            y = native(rows_of(ref_logits, part))
+            x, y = widen(np, x), widen(np, native(rows_of(ref_logits, part)))  # `widened_cut` has one buffer
             return (kl_of_rows(x, y, transforms, layout, prim)[0],)
 
         return self._over_rows(call, run, ((call.rows,),), wide, BUFFER)[0].reshape(call.positions)
