@@ -449,7 +449,7 @@ def test_special_values_and_ignored_positions_have_spellings_of_their_own(tmp_pa
     scores = Scores(top, np.array([1, 2, 3, -100]), np.array([False, False, False, True]))
     rows = written(tmp_path, scores, "csv")
     assert rows[0] == ["position", "id", "logprob", "rank", "top_id_1", "top_id_2"]
-    assert [row[2] for row in rows[1:]] == ["nan", "inf", "-inf", ""]
+    assert [row[2] for row in rows[1:]] == ["NaN", "inf", "-inf", ""]
     assert rows[4] == ["3", "-100", "", "", "", ""]
     text = (tmp_path / "out.csv").read_text()
     read = np.genfromtxt(text.splitlines(), delimiter=",", names=True)
@@ -541,7 +541,7 @@ MEMORY = """
 import sys
 from xlogprobs.scoring import score
 from xlogprobs.stored import open_logits
-scores = score(open_logits(*sys.argv[1:]))
+scores = score(open_logits(*sys.argv[1:]), want=["logprob", "entropy", "lse", "rank"], top_k=5)
 assert not {"torch", "jax"} & set(sys.modules)
 with open("/proc/self/status") as status:
     (peak,) = (int(line.split()[1]) for line in status if line.startswith("VmHWM"))

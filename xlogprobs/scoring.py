@@ -20,7 +20,7 @@ from xlogprobs.api import WANTED, TokenStats, token_stats
 from xlogprobs.contract import check_top_k, check_want, number_value
 from xlogprobs.stored import InputError, StoredLogits
 
-PIECE_BYTES = 32 << 20
+PIECE_BYTES = 16 << 20
 
 
 class Library(StrEnum):
@@ -206,11 +206,11 @@ def write_scores(path: str | os.PathLike[str], scores: Scores) -> None:
     """Write ids and statistics to a ``.safetensors``, ``.npz``, ``.csv`` or ``.jsonl`` file, whole or not at all.
 
     The first two hold the metadata and arrays: ``ids``, ``logprobs``, and every other statistic under its name in
-    `xlogprobs.TokenStats`. The last two have a line for each token, with its ``position``, ``id``, ``token`` where the
-    file has texts, and the statistics. What has several values is a list in ``.jsonl`` and in ``.csv`` numbered columns
-    (top_id_1, top_id_2, ...). Floats have the fewest digits that give their value back; they may be nan, inf and -inf
-    in ``.csv``, and NaN, Infinity and -Infinity in ``.jsonl``, as Python's json reads and writes them. The statistics
-    of an ignored position are empty and null.
+    `xlogprobs.TokenStats`. The last two have a line for each token: its ``position``, its ``id``, its ``token`` where
+    the file has texts, and its statistics. Several values are a list in ``.jsonl``, and numbered columns in ``.csv``
+    (top_id_1, top_id_2, ...). Floats have the fewest digits that give their value back; others are NaN, inf and -inf in
+    ``.csv``, and NaN, Infinity and -Infinity in ``.jsonl``, as Python's json reads and writes them. The statistics of
+    an ignored position are empty, and null.
 
     The bytes go to a temporary file in the same folder that replaces ``path`` once it is complete; on an error or an
     interrupt it is removed and what was at ``path`` stays.
@@ -252,7 +252,8 @@ def _write_csv(file: IO[bytes], scores: Scores) -> None:
     fields = _fields(scores)
     writer.writerow(column for name, values in fields.items() for column in _columns(name, values))
     for record in _records(scores, fields):
-        writer.writerow(entry for value in record for entry in (value if isinstance(value, list) else [value]))
+        entries = (entry for value in record for entry in (value if isinstance(value, list) else [value]))
+        writer.writerow("NaN" if entry != entry else entry for entry in entries)  # Polars takes Python's nan for a text
     text.detach()
 
 
