@@ -20,7 +20,8 @@ import xlogprobs
 from xlogprobs import commands, logprobs, token_stats
 from xlogprobs.commands import app, statistic_text
 
-SMOLLM2 = str(Path(__file__).parent / "data" / "smollm2.safetensors")
+ROOT = Path(__file__).parent.parent
+SMOLLM2 = str(ROOT / "tests" / "data" / "smollm2.safetensors")
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +74,17 @@ def test_score_prints_every_position_of_the_real_file_with_its_token():
     assert float(figures["perplexity"]) == pytest.approx(np.exp(-float(figures["mean"])), rel=1e-5)
     assert figures["positions"] == "57"
     assert figures["time"].endswith(" s")
+
+
+def test_the_readme_shows_what_score_prints(tmp_path, monkeypatch):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    examples = re.findall(r"^xlogprobs (score [^\n]*)\n```\n.*?^```text\n(.*?)^```", readme, re.M | re.S)
+    assert len(examples) == readme.count("\nxlogprobs score ") > 1
+    (tmp_path / "tests").symlink_to(ROOT / "tests", target_is_directory=True)
+    monkeypatch.chdir(tmp_path)
+    for command, shown in examples:
+        printed = [line.rstrip() for line in run(*command.split()).stdout.splitlines()]
+        assert [line for line in shown.splitlines() if line not in printed] == ["  ..."] * shown.count("  ...\n")
 
 
 def test_token_text_is_shown_as_a_literal(stored):
