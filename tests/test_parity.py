@@ -5,21 +5,17 @@ import json
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
 from functools import cache, lru_cache
 
 import numpy as np
 import pytest
 
 from xlogprobs import parity
-from xlogprobs.parity import COLUMNS, PEERS, REAL, REAL_VOCAB, Case, Column, distributions
+from xlogprobs.parity import COLUMNS, GRADIENTS, PEERS, REAL, REAL_VOCAB, Case, Column, Inputs, distributions, oracle
 
 # a compiler needs seconds for each vocabulary and dtype, and so does JAX op by op; the other pairs are marked full
 QUICK = {(7, "float32"), (7, "float64"), (130, "float16"), (50257, "bfloat16"), (REAL_VOCAB, "bfloat16")}
 RUN_ON_CPU = [column for column in COLUMNS if column.device == "cpu"]
-
-
-OUTPUTS = defaultdict(dict)
 
 
 def by_name(backend, execution="eager", device="cpu"):
@@ -44,17 +40,24 @@ def skip_unless_run(column, case):
 
 @lru_cache(maxsize=2)
 def inputs(case):
-    return case.arrays()
+    return case.inputs()
 
 
-@cache
+@lru_cache(maxsize=2)
 def exact(case):
-    return parity.expected(case, *inputs(case))
+    return parity.exact(case.quantity, inputs(case))
 
 
-@cache
+@lru_cache(maxsize=2)
+def outputs(case):
+    """What the columns that have run made of the case."""
+    return {}
+
+
 def output(column, case):
-    return parity.computed(column, case, *inputs(case))
+    if column not in outputs(case):
+        outputs(case)[column] = column.run(case.quantity, inputs(case))
+    return outputs(case)[column]
 
 
 def fell_back(column):
@@ -68,7 +71,7 @@ def fell_back(column):
 def cells():
     for case in parity.cases():
         for column in COLUMNS:
-            if case.quantity == "gradient" and column.differentiate is None:
+            if case.quantity in GRADIENTS and not column.differentiable:
                 continue
             marks = [pytest.mark.full] if slow(column, case) else []
             yield pytest.param(case, column, id=f"{case}-{column}", marks=marks)
@@ -77,8 +80,8 @@ def cells():
 @pytest.mark.parametrize(("case", "column"), list(cells()))
 def test_a_cell_is_within_the_bound_of_the_oracle_and_of_every_other_column(case, column):
     skip_unless_run(column, case)
-    OUTPUTS[case][column] = output(column, case)  # each pair is compared when its later column has run
-    cell = parity.compare(column, case, exact(case), OUTPUTS[case])
+    output(column, case)  # each pair is compared when its later column has run
+    cell = parity.compare(column, case, inputs(case), exact(case), outputs(case))
     assert not cell.detail, cell.detail
     assert not fell_back(column), "ran eagerly"
     assert cell.worst <= 1, f"{cell.worst:.3g} x bound from the oracle, {cell.worst_ulp:.3g} ulp"
@@ -105,7 +108,7 @@ def test_nine_in_ten_results_on_normal_logits_are_the_rounded_exact_value(column
     for piece in range(pieces):
         logits, ids = normal_piece(deviation, piece)
         skip_unless_run(column, Case("float32", 32768, f"normal {deviation}", ids.shape))
-        same.append(parity.identical(column.run(logits, ids), parity.rounded(exact_piece(deviation, piece))))
+        same.append(parity.identical(logprobs_of(column, logits, ids), parity.rounded(exact_piece(deviation, piece))))
     assert np.mean(same) >= 0.9
     assert not fell_back(column)
 
@@ -136,15 +139,19 @@ def batches():
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(column, vocab, dtype):
     case = Case(dtype, vocab, "normal 3", (64,))
     skip_unless_run(column, case)
-    logits, ids = inputs(case)
-    together = bits(column.run(logits, ids))
+    logits, ids = inputs(case).arrays.values()
+    together = bits(logprobs_of(column, logits, ids))
     assert not fell_back(column)
     order = np.random.default_rng(0).permutation(64)
-    np.testing.assert_array_equal(bits(column.run(logits[order], ids[order])), together[order])
+    np.testing.assert_array_equal(bits(logprobs_of(column, logits[order], ids[order])), together[order])
     for size in (1, 2, 3, 7):
         starts = range(0, 64, size)
-        parts = [column.run(logits[i : i + size], ids[i : i + size]) for i in starts]
+        parts = [logprobs_of(column, logits[i : i + size], ids[i : i + size]) for i in starts]
         np.testing.assert_array_equal(bits(np.concatenate(parts)), together, err_msg=f"in batches of {size}")
+
+
+def logprobs_of(column, logits, ids):
+    return column.run("logprob", Inputs({"logits": logits, "ids": ids}))
 
 
 def bits(out):
@@ -184,13 +191,13 @@ def test_the_oracle_widens_before_it_computes(dtype):
     case = Case(dtype, 130, "normal 10", (5,))
     if reason := case.missing():
         pytest.skip(reason)
-    logits, ids = case.arrays()
+    logits, ids = case.inputs().arrays.values()
     wide = parity.reference(logits.astype(np.float64), ids, temperature=0.7)
     np.testing.assert_array_equal(parity.reference(logits, ids, temperature=0.7), wide)
 
 
 def test_the_oracle_takes_k_ids_and_a_temperature_per_position():
-    logits, ids = Case("float64", 7, "normal 3", (2, 3), ids_per_position=4).arrays()
+    logits, ids = Case("float64", 7, "normal 3", (2, 3), ids_per_position=4).inputs().arrays.values()
     temperature = np.linspace(0.5, 2.0, 6).reshape(2, 3)
     out = parity.reference(logits, ids, temperature=temperature)
     assert out.shape == (2, 3, 4)
@@ -257,16 +264,22 @@ def test_infinities_and_nans_must_agree_exactly(out, true, off):
 def test_a_case_is_what_its_name_says(case):
     if reason := case.missing():
         pytest.skip(reason)
-    logits, ids = inputs(case)
+    arrays, numbers, upstream = inputs(case)
+    logits, ids = arrays["logits"], arrays["ids"]
     assert logits.shape == (*case.shape, case.vocab)
     assert logits.dtype.name == case.dtype
     assert ids.shape == (case.shape if case.ids_per_position is None else (*case.shape, case.ids_per_position))
-    assert case.upstream().shape == ids.shape
-    unsupported = np.isnan(exact(case)).mean()
-    assert case.distribution in ("NaN and +inf", "masked") if unsupported else np.isfinite(exact(case)).any()
+    assert [g.shape for g in upstream] == [ids.shape, case.shape, case.shape][: len(upstream)]
+    assert {*arrays, *numbers} - {"logits", "ids", "temperature", "ref_logits"} == {
+        "mask" if "mask" in name else name.split()[0] for name in case.transforms
+    }
+    if case.quantity == "logprob":
+        unsupported = np.isnan(exact(case)).any()
+        nothing_kept = "masked" in case.distribution or "mask" in case.transforms
+        assert case.distribution == "NaN and +inf" or nothing_kept if unsupported else np.isfinite(exact(case)).any()
     # the same again: nothing depends on the order in which cases are made
-    again, _ = case.arrays()
-    assert again.tobytes() == logits.tobytes()
+    for name, array in case.inputs().arrays.items():
+        assert array.tobytes() == arrays[name].tobytes()
 
 
 def test_every_dtype_vocabulary_and_distribution_is_in_the_matrix():
@@ -293,10 +306,10 @@ def test_where_its_library_is_installed_a_cpu_column_runs(column):
 
 
 SMALL = Case("float32", 7, "normal 1", (3,))
-ORACLE = Column("oracle", "eager", "cpu", lambda _, x, ids, t: parity.reference(x, ids, temperature=t).astype(x.dtype))
-LATE = Column("late", "eager", "cpu", lambda _, x, ids, t: ORACLE.run(x, ids, t) + np.float32(3e-6))
-NARROW = Column("narrow", "eager", "cpu", lambda _, x, ids, t: ORACLE.run(x, ids, t).astype("f2"))
-RAISES = Column("raises", "eager", "cpu", lambda _, x, ids, t: x[99])
+ORACLE = Column("oracle", "eager", "cpu", lambda _, quantity, given: parity.exact(quantity, given).astype("f4"))
+LATE = Column("late", "eager", "cpu", lambda _, quantity, given: ORACLE.run(quantity, given) + np.float32(3e-6))
+NARROW = Column("narrow", "eager", "cpu", lambda _, quantity, given: ORACLE.run(quantity, given).astype("f2"))
+RAISES = Column("raises", "eager", "cpu", lambda _, quantity, given: given.arrays["logits"][99])
 PEER = Column("late peer", "eager", "cpu", LATE.compute, peer=True)
 NO_DEVICE = Column("jax", "compiled", "tpu", ORACLE.compute)
 

@@ -79,7 +79,8 @@ def check(
     """``ids`` may be None where ``want`` asks for no logprob; ``transforms`` are those given, by their names."""
     check_logits(backend, logits)
     check_options(ignore_index, invalid_ids)
-    encoded = None if ids is None else check_ids(backend, logits, ids, ignore_index, invalid_ids)
+    needed = ids is not None or want.logprob
+    encoded = check_ids(backend, logits, ids, ignore_index, invalid_ids) if needed else None
     if inplace_backward:
         backend.check_inplace_backward(logits)
     return Call(logits, encoded, check_transforms(backend, logits, **transforms), want, inplace_backward)
