@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from xlogprobs import contract
 from xlogprobs.accurate import Array
 from xlogprobs.backend import Backend, Statistics, backend_for
-from xlogprobs.contract import IGNORED, INVALID, InvalidIds, Want
+from xlogprobs.contract import IGNORED, INVALID, Call, InvalidIds, Want
 
 
 def logprobs(
@@ -272,19 +272,72 @@ def token_stats(
     contract.check_top_k(top_k, logits)
     rank = backend.rank(call) if "rank" in wanted else None
     if top_k == 0:
-        found = backend.statistics(call) if any(flags) else Statistics()
-        return TokenStats(*found, rank)
+        return TokenStats(*(backend.statistics(call) if any(flags) else Statistics()), rank)
     top_ids = backend.top_ids(call, top_k)
     xp = backend.namespace(logits)
-    ids_of_call = call.ids
-    alternatives = xp.where(top_ids < 0, xp.full_like(top_ids, INVALID), top_ids)
-    if call.ids is None:
-        both = alternatives
-    else:
-        own = xp.astype(xp.reshape(call.ids, (*logits.shape[:-1], call.many)), top_ids.dtype)
+    found = backend.statistics(_with_alternatives(xp, call, top_ids))
+    logprob: Any = found.logprob
+    own = xp.reshape(logprob[..., : call.many], call.shape_of_ids) if flags.logprob else None
+    return TokenStats(own, found.entropy, found.lse, rank, logprob[..., call.many :], top_ids)
+
+
+def _with_alternatives(xp: Any, call: Call, top_ids: Array) -> Call:
+    """The call with the top ids beside its own, as more ids of the same positions."""
+    ids = xp.where(top_ids < 0, xp.full_like(top_ids, INVALID), top_ids)
+    if call.ids is not None:
+        own = xp.astype(xp.reshape(call.ids, (*call.positions, call.many)), ids.dtype)
         ignored = xp.all(own == IGNORED, axis=-1)[..., None]
-        both = xp.concat([own, xp.where(ignored, xp.full_like(alternatives, IGNORED), alternatives)], axis=-1)
-    found = backend.statistics(call._replace(ids=both, want=flags._replace(logprob=True)))
-    own = found.logprob[..., : call.many]
-    logprob = xp.reshape(own, ids_of_call.shape) if flags.logprob else None
-    return TokenStats(logprob, found.entropy, found.lse, rank, found.logprob[..., call.many :], top_ids)
+        ids = xp.concat([own, xp.where(ignored, xp.full_like(ids, IGNORED), ids)], axis=-1)
+    return call._replace(ids=ids, want=call.want._replace(logprob=True))
+
+
+def kl_divergence(
+    logits: Array,
+    ref_logits: Array,
+    *,
+    temperature: Any = 1.0,
+    scale: Any = 1.0,
+    softcap: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    _backend: Backend | None = None,
+) -> Array:
+    """KL(softmax(z) || softmax(z_ref)) of each position, in nats; swap the arguments for the reverse divergence.
+
+    ``KL = sum_v p_v (log p_v - log q_v)`` with p and q the distributions of the logits and of ref_logits, both under
+    the same transforms. An entry with p = 0 adds nothing, whatever q is; one with p > 0 and q = 0 makes it infinite.
+    Each of the two is read once, and no array of their size is made.
+
+    Parameters
+    ----------
+    logits, ref_logits
+        Real floating arrays (..., V) of one shape, library and device, as for `logprobs`. Their dtypes may differ,
+        but both or neither are float64.
+    temperature, scale, softcap, bias, mask
+        As for `logprobs`, applied to both.
+
+    Returns
+    -------
+    array
+        Shape logits.shape[:-1]; dtype, library and device as `logprobs`; at least 0, and 0 for two equal rows; within
+        ``1e-6 * max(1, KL)`` of the exact value (float64: 1e-12). NaN where either row has no distribution.
+        Differentiable with respect to both.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `logprobs`; ValueError for shapes or devices that differ.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from xlogprobs import kl_divergence
+    >>> p, q = (np.log(np.array(row, np.float32)) for row in ([0.5, 0.5], [0.25, 0.75]))
+    >>> kl_divergence(p, q).round(6), kl_divergence(p, p)
+    (np.float32(0.143841), array(0., dtype=float32))
+    """
+    backend = _backend or backend_for(logits)
+    transforms = {"temperature": temperature, "scale": scale, "softcap": softcap, "bias": bias, "mask": mask}
+    contract.check_pair_of_logits(backend, logits, ref_logits)
+    call = contract.check(backend, logits, None, transforms, None, "auto", Want(logprob=False))
+    return backend.kl_divergence(call, ref_logits)

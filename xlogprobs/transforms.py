@@ -183,7 +183,8 @@ def over_vocabulary(xp: Any, array: Array, shape: tuple[int, ...], move: Callabl
 def numbers(transforms: Rows) -> Numbers:
     """(N,) each."""
     pairs = transforms.temperature, transforms.inner, transforms.unit
-    return Numbers(*(None if pair is None else pair[0] for pair in pairs), transforms.sign)
+    temperature, inner, unit = (None if pair is None else pair[0] for pair in pairs)
+    return Numbers(temperature, inner, unit, transforms.sign)
 
 
 def value_of(prim: "Primitives", x: Array, mask: Array | None, by: Numbers) -> Array:
