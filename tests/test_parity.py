@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from xlogprobs import parity
-from xlogprobs.parity import COLUMNS, GRADIENTS, PEERS, REAL, REAL_VOCAB, Case, Column, Inputs, distributions, oracle
+from xlogprobs.parity import COLUMNS, GRADIENTS, PEERS, REAL, REAL_VOCAB, Case, Column, Inputs, distributions
 
 # a compiler needs seconds for each vocabulary and dtype, and so does JAX op by op; the other pairs are marked full
 QUICK = {(7, "float32"), (7, "float64"), (130, "float16"), (50257, "bfloat16"), (REAL_VOCAB, "bfloat16")}

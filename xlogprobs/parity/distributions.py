@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from xlogprobs import api
 from xlogprobs.accurate import Array
 from xlogprobs.parity.quantities import GRADIENTS, INTEGERS, STATISTICS, Inputs
 
@@ -82,8 +81,6 @@ class Case:
 
     def missing(self) -> str | None:
         """Why this case cannot be made here, or None."""
-        if self.quantity == "KL" and not hasattr(api, "kl_divergence"):
-            return "not run here: no kl_divergence"
         if self.distribution != REAL:
             return absent("ml_dtypes", "cli") if self.dtype == "bfloat16" else None
         if not REAL_FILE.is_file():

@@ -44,7 +44,7 @@ def computed(quantity: str, logits: Array, ids: Array, **options: Any) -> Any:
         case "top ids":
             return api.token_stats(logits, want=(), top_k=min(TOP, logits.shape[-1]), **options).top_ids
         case "KL":
-            return api.kl_divergence(logits, **options)  # type: ignore[attr-defined]
+            return api.kl_divergence(logits, **options)
     raise ValueError(f"quantity is {quantity!r}; known are {', '.join(QUANTITIES)}")
 
 
