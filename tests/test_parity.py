@@ -186,6 +186,98 @@ def test_the_oracle_agrees_with_arithmetic_of_50_digits(row, temperature):
                 assert abs(mpmath.mpf(float(out)) - true) <= 1e-14 * abs(true) + mpmath.mpf("1e-307")
 
 
+@pytest.mark.parametrize(
+    "transforms",
+    [
+        {},
+        {"temperature": 0.6},
+        {"softcap": 30.0, "temperature": 0.6},
+        {"softcap": 0.5, "scale": -2.0, "bias": np.array([0.1, -3.0, 2.0])},
+        {"bias": np.array([0.0, 1e4, 1e4]), "scale": 0.3},
+        {"mask": np.array([True, False, True]), "scale": 3.0},
+        {"softcap": 5.0, "mask": np.array([False, True, True]), "bias": np.array([0.0, -np.inf, 0.0])},
+    ],
+    ids=lambda transforms: " ".join(transforms) or "plain",
+)
+@pytest.mark.parametrize(
+    "row", [[1.0, 2.0, 3.0], [0.0, -np.inf, 0.0], [1e4, 1e4 - 2.5, 1e4 + 1.25], [-90.0, 40.0, 0.5]]
+)
+def test_the_oracle_of_every_statistic_agrees_with_arithmetic_of_50_digits(row, transforms):
+    mpmath = pytest.importorskip("mpmath")
+    x, y = np.array(row, np.float64), np.array(row[::-1], np.float64)
+    g, of_entropy, of_lse = 0.3, np.array(-1.7), np.array(0.9)
+    with mpmath.workdps(50):
+
+        def of_row(values):
+            z = [transformed(mpmath, x, n, **transforms) for n, x in enumerate(values)]
+            lse = mpmath.log(mpmath.fsum(mpmath.exp(v) for v in z))
+            return [v - lse for v in z], lse
+
+        def joint(values):
+            logprobs, lse = of_row(values)
+            return g * logprobs[2] + of_entropy * entropy(logprobs) + of_lse * lse
+
+        def entropy(logprobs):
+            return -mpmath.fsum(mpmath.exp(v) * v for v in logprobs if v != -mpmath.inf)
+
+        p, lse = of_row(row)
+        q, _ = of_row(row[::-1])
+        support = [(a, b) for a, b in zip(p, q, strict=True) if a != -mpmath.inf]
+        kl = mpmath.fsum(mpmath.exp(a) * (a - b) for a, b in support)
+        close(mpmath, parity.lse(x, **transforms), lse)
+        close(mpmath, parity.entropy(x, **transforms), entropy(p))
+        close(mpmath, parity.kl(x, y, **transforms), kl)
+        for n, logprob in enumerate(p):
+            close(mpmath, parity.reference(x, np.array(n), **transforms), logprob)
+        slope = parity.gradient(x, np.array(2), np.array(g), of_entropy=of_entropy, of_lse=of_lse, **transforms)
+        for n in range(3):
+            if p[2] == -mpmath.inf or row[n] == -np.inf:  # the joint value is infinite, or does not move
+                continue
+            moved = [joint([mpmath.mpf(v) + step * (m == n) for m, v in enumerate(row)]) for step in (1e-15, -1e-15)]
+            # from a central difference of 50 digits, wrong by the step squared
+            close(mpmath, slope[n], (moved[0] - moved[1]) / mpmath.mpf(2e-15))
+
+
+def transformed(mpmath, value, n, temperature=1.0, scale=1.0, softcap=None, bias=None, mask=None):
+    if value == -np.inf or (mask is not None and not mask[n]):
+        return -mpmath.inf
+    z = mpmath.mpf(scale) * mpmath.mpf(value)
+    z = z if softcap is None else softcap * mpmath.tanh(z / softcap)
+    return (z + (0 if bias is None else mpmath.mpf(bias[n]))) / mpmath.mpf(temperature)
+
+
+def close(mpmath, out, true):
+    if mpmath.isinf(true):
+        assert out == float(true)
+    else:
+        assert abs(mpmath.mpf(float(out)) - true) <= mpmath.mpf(1e-14) * (1 + abs(true))
+
+
+@pytest.mark.parametrize(
+    ("row", "transforms", "ranks", "top"),
+    [
+        ([3, 5, 3, 2], {}, [2, 1, 2, 4], [1, 0, 2, 3]),
+        ([3, 5, 3, 2], {"scale": -1.0}, [2, 4, 2, 1], [3, 0, 2, 1]),
+        ([3, 5, 3, 2], {"scale": 0.0}, [1, 1, 1, 1], [0, 1, 2, 3]),
+        ([3, -np.inf, 3, 2], {"scale": -1.0}, [2, 4, 2, 1], [3, 0, 2, 1]),
+        ([3, 5, 3, 2], {"mask": [True, False, True, True]}, [1, 4, 1, 3], [0, 2, 3, 1]),
+        ([3, np.nan, 3, 2], {"mask": [True, False, True, True]}, [1, 4, 1, 3], [0, 2, 3, 1]),
+        ([3, 5, 3, 2], {"bias": [1, 0, 2.5, 3]}, [4, 2, 1, 2], [2, 1, 3, 0]),
+        ([1e3, 2e3, 3e3, 0], {"softcap": 1.0}, [3, 2, 1, 4], [2, 1, 0, 3]),  # equal when rounded
+        ([3, np.nan, 3, 2], {}, [0] * 4, [-1] * 4),
+        ([3, np.inf, 3, 2], {"scale": -1.0}, [0] * 4, [-1] * 4),
+        ([-np.inf] * 4, {}, [0] * 4, [-1] * 4),
+        ([3, 5, 3, 2], {"mask": [False] * 4}, [0] * 4, [-1] * 4),
+    ],
+    ids=str,
+)
+def test_the_oracle_orders_by_the_contract(row, transforms, ranks, top):
+    x = np.array(row, np.float32)
+    assert parity.rank(x, np.arange(4), **transforms).tolist() == ranks
+    for count in range(5):
+        assert parity.top_ids(x, count, **transforms).tolist() == top[:count]
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_the_oracle_widens_before_it_computes(dtype):
     case = Case(dtype, 130, "normal 10", (5,))
@@ -239,6 +331,33 @@ def test_the_oracle_refuses_an_id_outside_the_vocabulary(bad):
 )
 def test_the_bound_is_the_contracts(value, dtype, allowed):
     np.testing.assert_allclose(parity.bound(np.array(value), dtype), allowed, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("quantity", "value", "dtype", "allowed"),
+    [
+        ("lse", -9e-4, np.float32, 1e-6),  # there are no confident tokens
+        ("lse", 20.0, np.float32, 2.0**-19),
+        ("entropy", 1e-4, np.float32, 1e-6),
+        ("entropy", 11.5, np.float32, 1.15e-5),
+        ("KL", 30.0, np.float32, 3e-5),
+        ("KL", 30.0, np.float64, 3e-11),
+    ],
+)
+def test_the_bound_of_other_statistics_is_the_contracts(quantity, value, dtype, allowed):
+    np.testing.assert_allclose(parity.bound(np.array(value), dtype, quantity), allowed, rtol=1e-12)
+
+
+@pytest.mark.parametrize("quantity", ["rank", "top ids"])
+def test_ranks_and_top_ids_are_equal_or_wrong(quantity):
+    case = Case("float32", 7, "ties", (3,), quantity=quantity)
+    columns = [
+        Column(name, "eager", "cpu", lambda _, quantity, given, off=off: parity.exact(quantity, given) + off)
+        for name, off in (("right", 0), ("off by one", 1))
+    ]
+    cells = measure(*columns, rows=[case])
+    assert [(cells[name].status, cells[name].worst) for name in ("right", "off by one")] == [("FAIL", 0), ("FAIL", 2)]
+    assert measure(columns[0], rows=[case])["right"].status == "ok"
 
 
 @pytest.mark.parametrize(
