@@ -111,7 +111,7 @@ def parity(document: dict[str, Any]) -> str:
 
 
 def _parity_row(cell: dict[str, Any]) -> str:
-    """Log-probabilities and their gradients have a row a kind of logits or of transforms, the rest one or two in all."""
+    """Log-probabilities and their gradients have a row a kind of logits or of transforms; the rest have two in all."""
     quantity, transforms = cell["quantity"], cell.get("transforms")
     if quantity not in ("logprob", "gradient"):
         return f"{quantity}{', transformed' if transforms else ''}"
