@@ -255,7 +255,7 @@ def ulp(reference: Array, dtype: Any = np.float32) -> Array:
         digits, smallest = (10, -14) if np.dtype(dtype) == np.float16 else (7, -126)
         exponent = np.frexp(np.where(np.isfinite(r), r, 1.0))[1] - 1
         return np.exp2(np.maximum(np.where(r == 0, smallest, exponent), smallest) - digits)
-    limit = float(np.finfo(dtype).max)
+    limit = float(np.nextafter(np.finfo(dtype).max, 0, dtype=dtype))  # the spacing at the largest number overflows
     magnitude = np.clip(np.where(np.isfinite(r), r, 1.0), -NEGLIGIBLE, limit)
     return np.spacing(magnitude.astype(dtype)).astype(np.float64)
 
