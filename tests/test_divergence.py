@@ -17,7 +17,11 @@ TRANSFORMS = {
         "softcap": 20.0,
     },
 }
-pytestmark = pytest.mark.usefixtures("torch_runs_eagerly")
+pytestmark = [
+    pytest.mark.usefixtures("torch_runs_eagerly"),
+    # torch's own, on the first use of forward mode
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+]
 
 
 def log_probabilities(x, temperature=1.0, scale=1.0, softcap=None, bias=0.0, mask=None):
@@ -195,3 +199,79 @@ def test_entries_of_probability_0_have_no_gradient(differentiate):
     assert of_x[0, 5] == of_x[1, 7] == of_y[1, 7] == 0
     assert np.isfinite(of_x).all()
     assert np.isfinite(of_y).all()
+
+
+# torch
+
+
+@pytest.fixture
+def torch():
+    return pytest.importorskip("torch", reason="torch is not installed")
+
+
+def small(torch):
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(2, 3, 6, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(2))
+    return x, y, torch.tensor([1.0, 0.5, -0.5, 0.0, 0.2, -1.0], dtype=torch.float64), torch.arange(6) != 3
+
+
+def test_gradients_of_any_order_and_mode(torch):
+    x, y, bias, mask = small(torch)
+    temperature = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+
+    def plain(x, y, temperature):
+        return kl_divergence(x, y, temperature=temperature, softcap=3.0, scale=1.5, bias=bias, mask=mask)
+
+    assert torch.autograd.gradcheck(plain, (x, y, temperature), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(plain, (x, y, temperature))
+
+
+def test_transformations_of_torch(torch):
+    x, y, *_ = small(torch)
+    x, y = x.detach(), y.detach()
+    batched = torch.func.vmap(kl_divergence)(x, y)
+    torch.testing.assert_close(batched, kl_divergence(x, y))
+    of_both = torch.func.vmap(torch.func.grad(lambda x, y: kl_divergence(x, y).sum(), argnums=(0, 1)))(x, y)
+    a, b = x.clone().requires_grad_(), y.clone().requires_grad_()
+    torch.testing.assert_close(of_both, torch.autograd.grad(kl_divergence(a, b).sum(), (a, b)))
+    hessian = torch.func.hessian(lambda x: kl_divergence(x, y[0, 0]))(x[0, 0])
+    torch.testing.assert_close(hessian, torch.autograd.functional.hessian(lambda x: kl_divergence(x, y[0, 0]), x[0, 0]))
+
+
+@pytest.fixture
+def compiled(torch):
+    with torch.compiler.set_stance("default"):
+        yield
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_is_one_operator_of_a_compiled_training_step(torch, dtype):
+    x, y = (torch.tensor(array.astype(np.float32)).to(getattr(torch, dtype)) for array in pair(rows=5, vocab=1000))
+    x, y = x[[0, 2, 4]].requires_grad_(), y[[0, 2, 4]].requires_grad_()
+
+    @torch.compile(fullgraph=True)
+    def step(x, y):
+        return kl_divergence(x * 1, y, temperature=0.6).sum()
+
+    found = step(x, y)
+    gradients = torch.autograd.grad(found, (x, y))
+    own = kl_divergence(x, y, temperature=0.6)
+    assert torch.equal(found, own.sum())
+    for gradient, expected in zip(gradients, torch.autograd.grad(own.sum(), (x, y)), strict=True):
+        assert torch.equal(gradient, expected)
+    exact = reference(*(each.detach().double().numpy() for each in (x, y)), temperature=0.6)
+    assert np.all(np.abs(own.detach().numpy() - exact) <= 1e-6 * np.maximum(1, exact))
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_batch_of_another_size_compiles_nothing_new(torch):
+    x, y = (torch.tensor(array) for array in pair(rows=40, vocab=1000))
+    whole = kl_divergence(x, y)
+    rest = kl_divergence(x[:1], y[:1]), kl_divergence(x[:9], y[:9])
+    with torch.compiler.set_stance("fail_on_recompile"):
+        again = kl_divergence(x.view(4, 10, -1), y.view(4, 10, -1))
+        assert torch.equal(kl_divergence(x[3:20], y[3:20]), whole[3:20])
+    assert torch.equal(again.view(-1), whole)
+    assert torch.equal(rest[0], whole[:1])
+    assert torch.equal(rest[1], whole[:9])

@@ -7,10 +7,11 @@ import array_api_compat.torch as xp
 import numpy as np
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
 
 from xlogprobs.backend import ArrayApiBackend, BackendInfo, Statistics
 from xlogprobs.contract import Call, Transforms
-from xlogprobs_torch import boundary, compiled, npu
+from xlogprobs_torch import boundary, compiled, divergence, npu
 
 
 class TorchBackend(ArrayApiBackend):
@@ -29,6 +30,8 @@ class TorchBackend(ArrayApiBackend):
         return torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(array)
 
     def differentiable(self, array: torch.Tensor) -> bool:
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(array).tangent is not None:
+            return True
         return array.requires_grad
 
     def from_numpy(self, array: Any, like: torch.Tensor) -> torch.Tensor:
@@ -56,6 +59,9 @@ class TorchBackend(ArrayApiBackend):
 
     def top_ids(self, call: Call, count: int) -> torch.Tensor:
         return boundary.top_ids(call.logits, *self._tensors(call), count)
+
+    def kl_divergence(self, call: Call, ref_logits: torch.Tensor) -> torch.Tensor:
+        return divergence.kl_divergence(call.logits, ref_logits, self._tensors(call)[1])
 
     def _tensors(self, call: Call) -> tuple[Any, Transforms]:
         """The ids and the transforms, numbers as tensors."""
