@@ -219,7 +219,8 @@ class _Boundary(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         *tensors, want, ctx.in_place = inputs
         ctx.want = Want(*want)
-        ctx.mark_non_differentiable(*output[3:])
+        unwanted = [each for each, wanted in zip(output[:3], ctx.want, strict=True) if not wanted]
+        ctx.mark_non_differentiable(*unwanted, *output[3:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *output[3:])
         ctx.save_for_forward(*tensors, *output[3:])
