@@ -393,7 +393,7 @@ def test_parity_prints_json_and_nothing_else(measure_one_case):
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_parity_exits_with_1_where_a_result_is_outside_the_bound(measure_one_case, options):
-    measure_one_case(compute=lambda column, logits, ids, temperature: np.zeros(ids.shape, np.float32))
+    measure_one_case(compute=lambda column, quantity, inputs: np.zeros(inputs.arrays["ids"].shape, np.float32))
     result = run("parity", "--quick", *options)
     assert result.exit_code == 1
     assert "FAIL" in result.stdout
