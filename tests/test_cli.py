@@ -206,12 +206,12 @@ def test_the_likeliest_ids_stand_below_each_position_with_their_logprobs(stored,
 
 def test_every_statistic_of_a_batch_fits_80_columns(monkeypatch, stored):
     monkeypatch.setenv("COLUMNS", "80")
-    tokens = json.dumps({"tokens": json.dumps(["a long token"] * 220)})
+    tokens = json.dumps({"tokens": json.dumps(["a rather long token"] * 220)})
     path, logits, ids = stored((20, 11, 5000), metadata=np.array(tokens))
-    result = run("score", path, "--want", "logprob,entropy,lse,rank", "--top-k", 1)
+    result = run("score", path, "--want", "logprob,entropy,lse,rank", "--top-k", 1, "--scale", 1000)
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert "…" not in result.stdout
-    expected = token_stats(logits, ids)
+    expected = token_stats(logits, ids, scale=1000)
     (last,) = (row for row in cells(result) if row[0] == "(19, 10)")
     assert last[3:] == [statistic_text(values[19, 10]) for values in expected[:4]]
 

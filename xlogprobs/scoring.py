@@ -82,7 +82,7 @@ class Scores:
         return self._mean(None if self.stats.rank is None else self.stats.rank == 1)
 
     def _sum(self, values: Array | None) -> float | None:
-        return None if values is None else float(np.sum(values, where=~self.ignored, dtype=np.float64))
+        return None if values is None else float(np.sum(values, dtype=np.float64))
 
     def _mean(self, values: Array | None) -> float | None:
         total = self._sum(values)
