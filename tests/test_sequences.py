@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from xlogprobs import logprobs, next_token_logprobs, parity
+from xlogprobs import logprobs, next_token_logprobs, next_token_stats, parity, token_stats
 
 # where a test takes each library in turn; tests of the compiler say so
 pytestmark = pytest.mark.usefixtures("torch_runs_eagerly")
@@ -576,3 +576,27 @@ def test_no_copy_of_the_logits_is_made_in_jax(jax):
     ids = jax.ShapeDtypeStruct((2, 512), np.int32)
     compiled = jax.jit(lambda x, i, m: next_token_logprobs(x, i, attention_mask=m)).lower(shape, ids, ids).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * 2 * 512 * 8192 / 10
+
+
+# Every statistic
+
+
+def test_statistics_are_aligned_as_the_log_probabilities_are(library):
+    logits, ids = normal(2, 6), some_ids(2, 6)
+    mask = np.array([[0, 0, 1, 1, 1, 1], [1, 1, 1, 2, 2, 2]])
+    given_logits, given_ids = library.asarray(logits), library.asarray(ids)
+    stats = next_token_stats(given_logits, given_ids, top_k=2, attention_mask=library.asarray(mask), temperature=0.7)
+    plain = token_stats(given_logits, given_ids, want=("entropy", "lse"), top_k=2, temperature=0.7)
+    expected = next_token_logprobs(given_logits, given_ids, attention_mask=library.asarray(mask), temperature=0.7)
+    np.testing.assert_array_equal(library.tonumpy(stats.logprob), library.tonumpy(expected))
+    scored = np.zeros((2, 6), bool)
+    scored[:, 1:] = (mask[:, 1:] == mask[:, :-1]) & (mask[:, 1:] != 0)
+    for field in ("entropy", "lse", "top_ids"):
+        found, own = library.tonumpy(getattr(stats, field)), library.tonumpy(getattr(plain, field))
+        np.testing.assert_array_equal(found[:, 1:][scored[:, 1:]], own[:, :-1][scored[:, 1:]])
+        assert (found[~scored] == (-1 if field == "top_ids" else 0)).all()
+    rank = 1 + (logits[:, :-1] > np.take_along_axis(logits[:, :-1], ids[:, 1:, None], -1)).sum(-1)
+    np.testing.assert_array_equal(library.tonumpy(stats.rank)[:, 1:], np.where(scored[:, 1:], rank, 0))
+    top = library.tonumpy(stats.top_logprobs)
+    assert (top[scored] <= 0).all()
+    assert (top[~scored] == 0).all()

@@ -289,3 +289,55 @@ def _with_alternatives(xp: Any, call: Call, top_ids: Array) -> Call:
         ignored = xp.all(own == IGNORED, axis=-1)[..., None]
         ids = xp.concat([own, xp.where(ignored, xp.full_like(ids, IGNORED), ids)], axis=-1)
     return call._replace(ids=ids, want=call.want._replace(logprob=True))
+
+
+def kl_divergence(
+    logits: Array,
+    ref_logits: Array,
+    *,
+    temperature: Any = 1.0,
+    scale: Any = 1.0,
+    softcap: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    _backend: Backend | None = None,
+) -> Array:
+    """KL(softmax(z) || softmax(z_ref)) of each position, in nats; swap the arguments for the reverse divergence.
+
+    ``KL = sum_v p_v (log p_v - log q_v)`` with p and q the distributions of the logits and of ref_logits, both under
+    the same transforms. An entry with p = 0 adds nothing, whatever q is; one with p > 0 and q = 0 makes it infinite.
+    Each of the two is read once, and no array of their size is made.
+
+    Parameters
+    ----------
+    logits, ref_logits
+        Real floating arrays (..., V) of one shape, library and device, as for `logprobs`. Their dtypes may differ,
+        but both or neither are float64.
+    temperature, scale, softcap, bias, mask
+        As for `logprobs`, applied to both.
+
+    Returns
+    -------
+    array
+        Shape logits.shape[:-1]; dtype, library and device as `logprobs`; at least 0, and 0 for two equal rows; within
+        ``1e-6 * max(1, KL)`` of the exact value (float64: 1e-12). NaN where either row has no distribution.
+        Differentiable with respect to both.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `logprobs`; ValueError for shapes or devices that differ.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from xlogprobs import kl_divergence
+    >>> p, q = (np.log(np.array(row, np.float32)) for row in ([0.5, 0.5], [0.25, 0.75]))
+    >>> kl_divergence(p, q).round(6), kl_divergence(p, p)
+    (np.float32(0.143841), array(0., dtype=float32))
+    """
+    backend = _backend or backend_for(logits)
+    transforms = {"temperature": temperature, "scale": scale, "softcap": softcap, "bias": bias, "mask": mask}
+    contract.check_pair_of_logits(backend, logits, ref_logits)
+    call = contract.check(backend, logits, None, transforms, None, "auto", Want(logprob=False))
+    return backend.kl_divergence(call, ref_logits)

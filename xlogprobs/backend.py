@@ -16,6 +16,7 @@ import numpy as np
 
 from xlogprobs.accurate import Array
 from xlogprobs.contract import IGNORED, INVALID, Call, Want
+from xlogprobs.divergence import kl_of_rows
 from xlogprobs.summary import Layout, Primitives, Summary, finish, finish_entropy, finish_lse, summarize
 from xlogprobs.transforms import Point, Rows, arithmetic, key, numbers, rows_of_call, value_of
 
@@ -87,6 +88,10 @@ class Backend(Protocol):
 
     def top_ids(self, call: Call, count: int) -> Array:
         """(..., count): the largest entries, in order; -1 where a row has no distribution or is ignored."""
+        ...
+
+    def kl_divergence(self, call: Call, ref_logits: Array) -> Array:
+        """One per position; the call's transforms are those of both logits."""
         ...
 
     def info(self) -> BackendInfo: ...
@@ -250,6 +255,16 @@ class ArrayApiBackend:
         prim = self.primitives(call.logits)
         pieces = [top_ids_of_rows(x, ids, transforms, count, prim) for x, ids, transforms in self.pieces(call)]
         return self._joined(call, pieces, (*call.positions, count), prim.xp.int64)
+
+    @QUIET
+    def kl_divergence(self, call: Call, ref_logits: Array) -> Array:
+        layout, prim = self.layout(call.logits.shape[-1]), self.primitives(call.logits)
+        others = (x for x, *_ in self.pieces(call._replace(logits=ref_logits)))
+        pieces = [
+            kl_of_rows(x, y, transforms, layout, prim)[0]
+            for (x, _, transforms), y in zip(self.pieces(call), others, strict=True)
+        ]
+        return self._joined(call, pieces, call.positions, arithmetic(prim.xp, call.logits))
 
     def pieces(self, call: Call) -> Iterator[tuple[Array, Array | None, Rows]]:
         """Rows (N, V), their ids (N, K) and transforms, a cache-sized part of the call at a time."""

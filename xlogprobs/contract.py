@@ -87,7 +87,7 @@ def check(
     """``ids`` may be None where ``want`` asks for no logprob; ``transforms`` are those given, by their names."""
     check_logits(backend, logits)
     check_options(ignore_index, invalid_ids)
-    encoded = None if ids is None else check_ids(backend, logits, ids, ignore_index, invalid_ids)
+    encoded = None if ids is None and not want.logprob else check_ids(backend, logits, ids, ignore_index, invalid_ids)
     if inplace_backward:
         backend.check_inplace_backward(logits)
     return Call(logits, encoded, check_transforms(backend, logits, **transforms), want, inplace_backward)
@@ -147,6 +147,22 @@ def check_logits(backend: "Backend", logits: Array) -> None:
         raise ValueError("logits has shape (); expected (..., V) with the vocabulary last")
     if logits.shape[-1] == 0:
         raise ValueError(f"logits has shape {tuple(logits.shape)}: the vocabulary (last axis) is empty")
+
+
+def check_pair_of_logits(backend: "Backend", logits: Array, ref_logits: Any) -> None:
+    from xlogprobs.backend import array_library
+
+    check_logits(backend, logits)
+    if array_library(ref_logits) != array_library(logits):
+        raise TypeError(f"ref_logits is {_what(ref_logits)} and logits {_what(logits)}; expected one library")
+    own, dtype = backend.dtype_name(ref_logits), backend.dtype_name(logits)
+    if own not in FLOATS or (own == "float64") != (dtype == "float64"):
+        raise TypeError(f"ref_logits has dtype {own} and logits {dtype}; expected floats, and float64 of both or none")
+    if tuple(ref_logits.shape) != tuple(logits.shape):
+        raise ValueError(
+            f"ref_logits has shape {tuple(ref_logits.shape)} and logits {tuple(logits.shape)}; expected the same shape"
+        )
+    _check_device(backend, "ref_logits", ref_logits, logits)
 
 
 def check_integers(

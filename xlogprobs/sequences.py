@@ -5,11 +5,12 @@ tokens belong to one sequence where neither the attention mask nor the number of
 them.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 from xlogprobs import contract
 from xlogprobs.accurate import Array
-from xlogprobs.api import logprobs
+from xlogprobs.api import WANTED, TokenStats, logprobs, token_stats
 from xlogprobs.backend import Backend, backend_for, numpy_backend
 from xlogprobs.contract import IGNORED, INVALID, InvalidIds
 from xlogprobs.summary import device_of
@@ -22,6 +23,10 @@ def next_token_logprobs(
     attention_mask: Any = None,
     cu_seqlens: Any = None,
     temperature: Any = 1.0,
+    scale: Any = 1.0,
+    softcap: Any = None,
+    bias: Any = None,
+    mask: Any = None,
     ignore_index: int | None = None,
     invalid_ids: InvalidIds = "auto",
     inplace_backward: bool = False,
@@ -49,6 +54,8 @@ def next_token_logprobs(
         A number, or one per position with shape logits.shape[:-1]. It belongs to the logits, not to the token they
         predict: ``temperature[..., t]`` divides ``logits[..., t, :]``, from which token t + 1 was drawn. One
         temperature per sequence, repeated over its tokens, is the same either way.
+    scale, softcap, bias, mask
+        As for `logprobs`, and of the logits as the temperature is.
     ignore_index
         Tokens of this id give 0.0 and no gradient. They still are tokens: the next one has its prediction.
     invalid_ids
@@ -96,11 +103,82 @@ def next_token_logprobs(
         logits,
         targets,
         temperature=temperature,
+        scale=scale,
+        softcap=softcap,
+        bias=bias,
+        mask=mask,
         ignore_index=IGNORED,
         invalid_ids="nan",
         inplace_backward=inplace_backward,
     )
     return backend.namespace(out).roll(out, 1, axis=-1)  # the last position has no target: its 0.0 comes first
+
+
+def next_token_stats(
+    logits: Array,
+    input_ids: Any,
+    want: Collection[str] = WANTED,
+    top_k: int = 0,
+    *,
+    attention_mask: Any = None,
+    cu_seqlens: Any = None,
+    temperature: Any = 1.0,
+    scale: Any = 1.0,
+    softcap: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    ignore_index: int | None = None,
+    invalid_ids: InvalidIds = "auto",
+    inplace_backward: bool = False,
+) -> TokenStats:
+    """`token_stats` of each token given the tokens before it, aligned to the tokens as by `next_token_logprobs`.
+
+    Entry t of every field is of the distribution that ``logits[..., t - 1, :]`` give, from which token t was drawn:
+    ``entropy[..., t]`` is how open that choice was. First tokens and padding have 0.0, rank 0 and top ids -1.
+
+    Parameters
+    ----------
+    logits, input_ids, attention_mask, cu_seqlens, temperature, scale, softcap, bias, mask, ignore_index, invalid_ids
+        As for `next_token_logprobs`.
+    want, top_k, inplace_backward
+        As for `token_stats`.
+
+    Returns
+    -------
+    TokenStats
+        Fields of the shape of input_ids, top_logprobs and top_ids with k more.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        As for `next_token_logprobs` and `token_stats`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from xlogprobs import next_token_stats
+    >>> stats = next_token_stats(np.zeros((1, 3, 4), np.float32), [[1, 2, 3]], want=("logprob", "entropy"))
+    >>> np.exp(stats.entropy).round(3)
+    array([[1., 4., 4.]], dtype=float32)
+    """
+    backend = backend_for(logits)
+    targets = next_token_ids(backend, logits, input_ids, attention_mask, cu_seqlens, ignore_index, invalid_ids)
+    found = token_stats(
+        logits,
+        targets,
+        want,
+        top_k,
+        temperature=temperature,
+        scale=scale,
+        softcap=softcap,
+        bias=bias,
+        mask=mask,
+        ignore_index=IGNORED,
+        invalid_ids="nan",
+        inplace_backward=inplace_backward,
+    )
+    xp, tokens = backend.namespace(logits), len(logits.shape) - 2
+    return TokenStats(*(None if field is None else xp.roll(field, 1, axis=tokens) for field in found))
 
 
 def next_token_ids(

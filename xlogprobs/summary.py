@@ -24,7 +24,7 @@ own difference; the maximum is then the entry that they make largest.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -177,8 +177,13 @@ class Summary(NamedTuple):
 
 def summarize(x: Array, transforms: Rows, layout: Layout, prim: Primitives, moment: bool = False) -> Summary:
     """Summary of each row of ``x`` (N, V)."""
-    xp = prim.xp
     blocks = (prim.block_sums or block_sums)(x, transforms, layout, prim, moment)
+    return summarize_blocks(x, blocks, transforms, layout, prim)
+
+
+def summarize_blocks(x: Array, blocks: Blocks, transforms: Rows, layout: Layout, prim: Primitives) -> Summary:
+    """Summary of the rows whose blocks these are."""
+    xp = prim.xp
     largest = xp.max(blocks.key, axis=-1)
     # of the blocks relative to the row's maximum, the largest; if its sum is below 2, it is one that holds the maximum
     # or the sums of the others, too, are 1 or more
@@ -198,27 +203,41 @@ def summarize(x: Array, transforms: Rows, layout: Layout, prim: Primitives, mome
 
 def block_sums(x: Array, transforms: Rows, layout: Layout, prim: Primitives, moment: bool = False) -> Blocks:
     """Each block relative to its own largest entry."""
-    xp, rows, by = prim.xp, x.shape[0], numbers(transforms)
-    parts = []
-    for start, count, width in layout.parts():
-        block = prim.cut(xp, x, start, count, width)
-        mask, bias = (
-            None if shared is None else prim.cut(xp, shared.spread(xp, rows), start, count, width)
-            for shared in (transforms.mask, transforms.bias)
-        )
-        shape = block.shape[:-1]
-        here = Numbers(*(_per_block(xp, number, count, shape) for number in by))
-        columns = here.map(lambda number: number[..., None])
-        at = Point(value_of(prim, block, mask, columns), bias)
-        reference, order = largest_of(prim, at, columns)
-        total, second = prim.block_terms(prim, at, _finite(xp, reference), here, moment)
-        found = reference.value, reference.bias, order, total, second
-        parts.append([None if array is None else xp.reshape(array, (rows, count)) for array in found])
-    value, bias, order, total, second = (
-        arrays[0] if arrays[0] is None or len(arrays) == 1 else xp.concat(arrays, axis=-1)
-        for arrays in zip(*parts, strict=True)
-    )
+    found = []
+    for part in layout.parts():
+        at, reference, order, by = part_of_rows(x, transforms, part, prim)
+        total, second = prim.block_terms(prim, at, finite(prim.xp, reference), by, moment)
+        found.append((reference.value, reference.bias, order, total, second))
+    value, bias, order, total, second = joined(prim.xp, x.shape[0], found)
     return Blocks(Point(value, bias), order, total, second)
+
+
+def part_of_rows(
+    x: Array, transforms: Rows, part: tuple[int, int, int], prim: Primitives
+) -> tuple[Point, Point, Array, Numbers]:
+    """A part of a `Layout`: its entries in blocks, each block's largest one and the key of that, and the numbers of
+    each block."""
+    xp, rows = prim.xp, x.shape[0]
+    start, count, width = part
+    block = prim.cut(xp, x, start, count, width)
+    mask, bias = (
+        None if shared is None else prim.cut(xp, shared.spread(xp, rows), start, count, width)
+        for shared in (transforms.mask, transforms.bias)
+    )
+    shape = block.shape[:-1]
+    by = Numbers(*(_per_block(xp, number, count, shape) for number in numbers(transforms)))
+    columns = by.map(lambda number: number[..., None])
+    at = Point(value_of(prim, block, mask, columns), bias)
+    return at, *largest_of(prim, at, columns), by
+
+
+def joined(xp: Any, rows: int, parts: Sequence[tuple[Array | None, ...]]) -> list[Array]:
+    """Arrays of one number a block, of each part, as arrays (N, blocks) of all parts."""
+    columns = [[None if array is None else xp.reshape(array, (rows, -1)) for array in part] for part in parts]
+    return [
+        arrays[0] if arrays[0] is None or len(arrays) == 1 else xp.concat(arrays, axis=-1)
+        for arrays in (list(of_parts) for of_parts in zip(*columns, strict=True))
+    ]
 
 
 def _per_block(xp: Any, number: Array | None, count: int, shape: tuple[int, ...]) -> Array | None:
@@ -247,7 +266,7 @@ def _of_best_block(
     (mask, mask_row), (bias, bias_row) = (
         (None, None) if shared is None else shared.rows_of(row) for shared in (transforms.mask, transforms.bias)
     )
-    return (x, mask, bias), (row, mask_row, bias_row, best, *_finite(prim.xp, top), *numbers(transforms))
+    return (x, mask, bias), (row, mask_row, bias_row, best, *finite(prim.xp, top), *numbers(transforms))
 
 
 def _without_maximum(whole: tuple[Any, ...], rowwise: tuple[Any, ...], layout: Layout, prim: Primitives) -> Array:
@@ -278,7 +297,7 @@ def _merge_blocks(blocks: Blocks, best: Array, top: Point, rest: Array, transfor
     """
     xp, total, second = prim.xp, blocks.total, blocks.moment
     others = xp.arange(total.shape[-1], dtype=best.dtype, device=device_of(total))[None, :] != best[:, None]
-    apart = wide_distance(prim, blocks.reference, _finite(xp, top), transforms)
+    apart = wide_distance(prim, blocks.reference, finite(xp, top), transforms)
     if prim.has_float64:
         wide = xp.float64
         weight, total = xp.exp(apart), xp.astype(total, wide)
@@ -352,11 +371,11 @@ def _rounded_difference(xp: Any, a: accurate.Pair, b: accurate.Pair) -> Array:
 
 def has_distribution(xp: Any, summary: Summary) -> Array:
     """Not for a row that holds +inf, though a difference to its maximum may be -inf, nor NaN, nor nothing finite."""
-    finite = xp.isfinite(summary.max)
-    return finite if summary.bias is None else finite & xp.isfinite(summary.bias)
+    held = xp.isfinite(summary.max)
+    return held if summary.bias is None else held & xp.isfinite(summary.bias)
 
 
-def _finite(xp: Any, point: Point) -> Point:
+def finite(xp: Any, point: Point) -> Point:
     """0 in place of -inf, for a block without a finite entry: its terms are then e^-inf = 0 and not NaN."""
     return Point(
         *(None if part is None else xp.where(part == -float("inf"), xp.zeros_like(part), part) for part in point)

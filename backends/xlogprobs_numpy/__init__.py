@@ -17,6 +17,7 @@ from xlogprobs.backend import (
     top_ids_of_rows,
 )
 from xlogprobs.contract import Call
+from xlogprobs.divergence import kl_of_rows
 from xlogprobs.summary import LEAST, Primitives, cut
 from xlogprobs.summary import block_terms as core_block_terms
 from xlogprobs.transforms import Numbers, Point, Rows
@@ -150,7 +151,7 @@ class NumpyBackend(ArrayApiBackend):
     def statistics(self, call: Call) -> Statistics:
         layout, prim = self.layout(call.logits.shape[-1]), self.primitives(call.logits)
 
-        def run(x: Any, ids: Any, transforms: Rows) -> tuple[Any, ...]:
+        def run(x: Any, ids: Any, transforms: Rows, part: slice) -> tuple[Any, ...]:
             return tuple(found for found in statistics_of_rows(x, ids, transforms, layout, prim, call.want)[0])
 
         wide = np.float64 if call.logits.dtype.itemsize == 8 else np.float32
@@ -163,7 +164,7 @@ class NumpyBackend(ArrayApiBackend):
     def rank(self, call: Call) -> Any:
         prim = self.primitives(call.logits)
 
-        def run(x: Any, ids: Any, transforms: Rows) -> tuple[Any, ...]:
+        def run(x: Any, ids: Any, transforms: Rows, part: slice) -> tuple[Any, ...]:
             return (rank_of_rows(x, ids, transforms, prim),)
 
         return self._over_rows(call, run, ((call.rows, call.many),), np.int64)[0].reshape(call.shape_of_ids)
@@ -171,14 +172,26 @@ class NumpyBackend(ArrayApiBackend):
     def top_ids(self, call: Call, count: int) -> Any:
         prim = self.primitives(call.logits)
 
-        def run(x: Any, ids: Any, transforms: Rows) -> tuple[Any, ...]:
+        def run(x: Any, ids: Any, transforms: Rows, part: slice) -> tuple[Any, ...]:
             return (top_ids_of_rows(x, ids, transforms, count, prim),)
 
         found = self._over_rows(call, run, ((call.rows, count),), np.int64)[0]
         return found.reshape(*call.positions, count)
 
-    def _over_rows(self, call: Call, run: Any, shapes: tuple[Any, ...], dtype: Any) -> list[Any]:
-        """The results, (rows, ...) each or None, of ``run(x, ids, transforms)`` on pieces of the rows over threads."""
+    def kl_divergence(self, call: Call, ref_logits: Any) -> Any:
+        layout, prim = self.layout(call.logits.shape[-1]), self.primitives(call.logits)
+        wide = np.float64 if call.logits.dtype.itemsize == 8 else np.float32
+
+        def run(x: Any, ids: Any, transforms: Rows, part: slice) -> tuple[Any, ...]:
+            x, y = widen(np, x), widen(np, native(rows_of(ref_logits, part)))  # `widened_cut` has one buffer
+            return (kl_of_rows(x, y, transforms, layout, prim)[0],)
+
+        return self._over_rows(call, run, ((call.rows,),), wide, BUFFER)[0].reshape(call.positions)
+
+    def _over_rows(
+        self, call: Call, run: Any, shapes: tuple[Any, ...], dtype: Any, entries: int | None = None
+    ) -> list[Any]:
+        """Results, (rows, ...) or None, of ``run(x, ids, transforms, part)`` on pieces of the rows, over threads."""
         vocab, rows = call.logits.shape[-1], call.rows
         results = [None if shape is None else np.empty(shape, dtype) for shape in shapes]
         like = np.empty(0, np.float64 if call.logits.dtype.itemsize == 8 else np.float32)
@@ -186,16 +199,15 @@ class NumpyBackend(ArrayApiBackend):
         ids = None if call.ids is None else call.ids.reshape(rows, call.many)
 
         def piece(part: slice) -> None:
-            x = rows_of(call.logits, part)
-            x = x if x.dtype.isnative else x.astype(like.dtype)
+            x = native(rows_of(call.logits, part))
             # infinities and NaNs have defined results here; NumPy's error state belongs to a thread
             with np.errstate(all="ignore"):
-                found = run(x, None if ids is None else ids[part], transforms.of(part))
+                found = run(x, None if ids is None else ids[part], transforms.of(part), part)
             for result, value in zip(results, found, strict=True):
                 if result is not None:
                     result[part] = value
 
-        step = max(1, (HALF_PIECE if call.logits.dtype.itemsize == 2 else PIECE) // vocab)
+        step = max(1, (entries or (HALF_PIECE if call.logits.dtype.itemsize == 2 else PIECE)) // vocab)
         parts = [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
         if len(parts) == 1 or threads() == 1:
             for part in parts:
@@ -223,6 +235,11 @@ def rows_of(logits: Any, part: slice) -> Any:
         return logits.reshape(-1, vocab)[part]
     index = np.unravel_index(np.arange(part.start, part.stop), logits.shape[:-1])
     return logits[index]
+
+
+def native(x: Any) -> Any:
+    """In this machine's order of bytes."""
+    return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
 
 
 def threads() -> int:
