@@ -89,24 +89,34 @@ def reference(document: dict[str, Any]) -> str:
 
 def parity(document: dict[str, Any]) -> str:
     lines = ["| logits | " + " | ".join(PARITY_COLUMNS) + " |", "|-" * (1 + len(PARITY_COLUMNS)) + "|"]
-    for name in dict.fromkeys((cell["quantity"], cell["distribution"]) for cell in document["cells"]):
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for cell in document["cells"]:
+        rows.setdefault(_parity_row(cell), []).append(cell)
+    for name, cells in rows.items():
         row = []
         for backend, execution in PARITY_COLUMNS.values():
             worst = [
                 cell["worst"]
-                for cell in document["cells"]
-                if (cell["quantity"], cell["distribution"]) == name
-                and (cell["backend"], cell["execution"]) == (backend, execution)
+                for cell in cells
+                if (cell["backend"], cell["execution"]) == (backend, execution)
                 and cell["device"] == "cpu"
                 and cell["status"] in ("ok", "FAIL", "peer")
             ]
             row.append(f"{max(map(float, worst)):.2g}" if worst else "")
-        of = "" if name[0] == "logprob" else f"{name[0]}, "
-        lines.append(f"| {of}{name[1]} | " + " | ".join(row) + " |")
+        lines.append(f"| {name} | " + " | ".join(row) + " |")
     ok = sum(cell["status"] == "ok" for cell in document["cells"])
     failed = sum(cell["status"] == "FAIL" for cell in document["cells"])
     missing = sorted({cell["status"] for cell in document["cells"] if cell["status"].startswith("not run here")})
     return "\n".join([*lines, "", f"{ok} cells within the bound, {failed} not; {'; '.join(missing)}."])
+
+
+def _parity_row(cell: dict[str, Any]) -> str:
+    """Log-probabilities and their gradients have a row a kind of logits or of transforms; the rest have two in all."""
+    quantity, transforms = cell["quantity"], cell.get("transforms")
+    if quantity not in ("logprob", "gradient"):
+        return f"{quantity}{', transformed' if transforms else ''}"
+    of = "" if quantity == "logprob" else f"{quantity}, "
+    return f"{of}{', '.join(transforms) if transforms else cell['distribution']}"
 
 
 TABLES = {

@@ -1,7 +1,9 @@
 """The command line: what it prints, and its exit codes."""
 
+import csv
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +17,11 @@ pytest.importorskip("rich", reason="the command line needs rich")
 from typer.testing import CliRunner
 
 import xlogprobs
-from xlogprobs import commands, logprobs
-from xlogprobs.commands import app, logprob_text
+from xlogprobs import commands, logprobs, token_stats
+from xlogprobs.commands import app, statistic_text
 
-SMOLLM2 = str(Path(__file__).parent / "data" / "smollm2.safetensors")
+ROOT = Path(__file__).parent.parent
+SMOLLM2 = str(ROOT / "tests" / "data" / "smollm2.safetensors")
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +41,8 @@ def cells(result):
 
 
 def totals(result):
-    lines = [line.split(maxsplit=1) for line in result.stdout.splitlines()]
-    return {line[0]: line[1].strip() for line in lines if len(line) == 2 and line[0].isalpha()}
+    lines = [re.split(r"\s{2,}", line.strip()) for line in result.stdout.splitlines()]
+    return {line[0]: line[1] for line in lines if len(line) == 2 and line[0][0].isalpha()}
 
 
 @pytest.fixture
@@ -71,6 +74,17 @@ def test_score_prints_every_position_of_the_real_file_with_its_token():
     assert float(figures["perplexity"]) == pytest.approx(np.exp(-float(figures["mean"])), rel=1e-5)
     assert figures["positions"] == "57"
     assert figures["time"].endswith(" s")
+
+
+def test_the_readme_shows_what_score_prints(tmp_path, monkeypatch):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    examples = re.findall(r"^xlogprobs (score [^\n]*)\n```\n.*?^```text\n(.*?)^```", readme, re.M | re.S)
+    assert len(examples) == readme.count("\nxlogprobs score ") > 1
+    (tmp_path / "tests").symlink_to(ROOT / "tests", target_is_directory=True)
+    monkeypatch.chdir(tmp_path)
+    for command, shown in examples:
+        printed = [line.rstrip() for line in run(*command.split()).stdout.splitlines()]
+        assert [line for line in shown.splitlines() if line not in printed] == ["  ..."] * shown.count("  ...\n")
 
 
 def test_token_text_is_shown_as_a_literal(stored):
@@ -132,18 +146,74 @@ def test_ignored_positions_are_shown_as_ignored_and_not_counted(stored):
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (-7.516e-05, "-7.516e-05"),
-        (-1e-30, "-1.000e-30"),
-        (-0.0012124, "-0.001212"),
-        (-16.66749849, "-16.667498"),
-        (-1.5e8, "-1.500e+08"),
-        (0.0, "0.000000"),
-        (-np.inf, "-inf"),
-        (np.nan, "nan"),
+        (np.float32(-7.516e-05), "-7.516e-05"),
+        (np.float32(-1e-30), "-1.000e-30"),
+        (np.float32(-0.0012124), "-0.001212"),
+        (np.float32(-16.66749849), "-16.667498"),
+        (np.float32(-1.5e8), "-1.500e+08"),
+        (np.float32(0.0), "0.000000"),
+        (np.float32(-np.inf), "-inf"),
+        (np.float32(np.nan), "nan"),
+        (np.int64(151936), "151936"),
     ],
 )
-def test_a_logprob_shows_at_least_four_digits_whatever_its_size(value, text):
-    assert logprob_text(np.float32(value)) == text
+def test_nats_show_at_least_four_digits_whatever_their_size_and_ranks_all(value, text):
+    assert statistic_text(value) == text
+
+
+def test_every_statistic_has_a_column_and_a_figure(stored):
+    path, logits, ids = stored()
+    ids[0, 0] = logits[0, 0].argmax()
+    np.savez(path, logits=logits, ids=ids)
+    transforms = {"temperature": 0.7, "scale": 1.5, "softcap": 3.0}
+    options = [f"--{name}={value}" for name, value in transforms.items()]
+    result = run("score", path, "--want", "rank, lse,entropy,logprob", *options)
+    assert result.exit_code == 0, result.output
+    assert re.search("position.* id.* logprob.* entropy.* lse.* rank", result.stdout)
+    expected = token_stats(logits, ids, **transforms)
+    table = cells(result)
+    for column, values in enumerate((expected.logprob, expected.entropy, expected.lse, expected.rank), 2):
+        assert [float(row[column]) for row in table] == pytest.approx(values.ravel().tolist(), abs=1e-6)
+    assert all(row[5].isdigit() for row in table)
+    figures = totals(result)
+    assert float(figures["mean entropy"]) == pytest.approx(expected.entropy.mean(), abs=1e-6)
+    assert float(figures["mean"]) == pytest.approx(expected.logprob.mean(), abs=1e-6)
+    assert figures["rank 1"] == f"{(expected.rank == 1).mean():.1%}" != "0.0%"
+
+
+def test_only_what_is_wanted_is_shown(stored):
+    result = run("score", stored()[0], "--want", "entropy")
+    assert {len(row) for row in cells(result)} == {3}
+    assert totals(result).keys() == {"mean entropy", "positions", "time"}
+
+
+@pytest.mark.parametrize("want", ["logprob,entropy", "entropy"])
+def test_the_likeliest_ids_stand_below_each_position_with_their_logprobs(stored, want):
+    path, logits, ids = stored((4, 11), np.array([3, -100, 5, 6]))
+    result = run("score", path, "--want", want, "--top-k", 2, "--ignore-index", -100, "--rows", 3)
+    expected = token_stats(logits, ids, top_k=2, ignore_index=-100)
+    table = cells(result)
+    assert [row[0] for row in table] == ["0", "top 1", "top 2", "1", "3", "top 1", "top 2"]
+    for first, position in ((1, 0), (5, 3)):
+        likely = table[first : first + 2]
+        assert [int(row[1]) for row in likely] == expected.top_ids[position].tolist()
+        assert [float(row[2]) for row in likely] == pytest.approx(expected.top_logprobs[position].tolist(), abs=1e-6)
+        assert [row[3] for row in likely] == ["", ""]
+        assert (table[first - 1][2] == "") == (want == "entropy")
+    assert "ignored" in table[3]
+    assert "1 positions after the first 2 left out" in result.stdout
+
+
+def test_every_statistic_of_a_batch_fits_80_columns(monkeypatch, stored):
+    monkeypatch.setenv("COLUMNS", "80")
+    tokens = json.dumps({"tokens": json.dumps(["a long token"] * 220)})
+    path, logits, ids = stored((20, 11, 5000), metadata=np.array(tokens))
+    result = run("score", path, "--want", "logprob,entropy,lse,rank", "--top-k", 1)
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "…" not in result.stdout
+    expected = token_stats(logits, ids)
+    (last,) = (row for row in cells(result) if row[0] == "(19, 10)")
+    assert last[3:] == [statistic_text(values[19, 10]) for values in expected[:4]]
 
 
 @pytest.mark.parametrize("name", ["out.safetensors", "out.npz"])
@@ -167,6 +237,24 @@ def test_output_holds_the_logprobs_the_ids_and_the_metadata(tmp_path, name):
     assert float(totals(result)["sum"]) == pytest.approx(back["logprobs"].sum(dtype=np.float64), abs=1e-6)
 
 
+@pytest.mark.parametrize("name", ["out.csv", "out.jsonl"])
+def test_output_as_text_holds_a_line_for_each_token(tmp_path, name):
+    out = tmp_path / name
+    result = run("score", SMOLLM2, "-o", out, "--rows", 0, "--want", "entropy,rank", "--top-k", 2)
+    assert result.exit_code == 0, result.output
+    with out.open(newline="") as file:
+        lines = list(csv.DictReader(file)) if name.endswith("csv") else [json.loads(line) for line in file]
+    assert [int(line["position"]) for line in lines] == list(range(57))
+    assert (int(lines[25]["id"]), lines[25]["token"]) == (878, "ily")
+    figures = totals(result)
+    assert figures["mean entropy"] == f"{np.mean([float(line['entropy']) for line in lines]):.6f}"
+    assert figures["rank 1"] == f"{np.mean([int(line['rank']) == 1 for line in lines]):.1%}"
+    tops = [line["top_ids"] if "top_ids" in line else [line["top_id_1"], line["top_id_2"]] for line in lines]
+    assert [line["id"] == top[0] for line, top in zip(lines, tops, strict=True)] == [
+        int(line["rank"]) == 1 for line in lines
+    ]
+
+
 def test_an_npy_pair_is_scored(tmp_path, stored):
     _, logits, ids = stored((3, 11))
     np.save(tmp_path / "logits.npy", logits)
@@ -180,10 +268,15 @@ def test_an_npy_pair_is_scored(tmp_path, stored):
     ("arguments", "message"),
     [
         (("nothing.npz",), "there is no file nothing.npz"),
-        (("stored.npz", "-o", "out.csv"), "ends in .safetensors or .npz"),
+        (("stored.npz", "-o", "out.txt"), "ends in .safetensors, .npz, .csv or .jsonl"),
         (("stored.npz", "-o", "nowhere/out.npz"), "there is no folder"),
         (("stored.npz", "-o", "stored.npz"), "would overwrite an input"),
         (("stored.npz", "--temperature", 0), "temperature is 0.0; expected finite and positive"),
+        (("stored.npz", "--softcap", -1), "softcap is -1.0; expected finite and positive"),
+        (("stored.npz", "--want", "logprob,ranks"), "want has 'ranks'; expected any of 'logprob', 'entropy', 'lse'"),
+        (("stored.npz", "--want", ""), "want has ''; expected any of"),
+        (("stored.npz", "--top-k", 12), "top_k is 12; logits of shape (2, 5, 11) take a top_k from 0 to 11"),
+        (("stored.npz", "--top-k", -1), "top_k is -1; "),
         (("unnamed.npz",), "has no `logits` and no `ids`; it holds a float64 (3, 4), b int64 (3,)"),
         (("outside.npz",), "ids[1] is 11, outside [0, 11)"),
     ],
@@ -300,7 +393,7 @@ def test_parity_prints_json_and_nothing_else(measure_one_case):
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_parity_exits_with_1_where_a_result_is_outside_the_bound(measure_one_case, options):
-    measure_one_case(compute=lambda column, logits, ids, temperature: np.zeros(ids.shape, np.float32))
+    measure_one_case(compute=lambda column, quantity, inputs: np.zeros(inputs.arrays["ids"].shape, np.float32))
     result = run("parity", "--quick", *options)
     assert result.exit_code == 1
     assert "FAIL" in result.stdout

@@ -5,21 +5,17 @@ import json
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
 from functools import cache, lru_cache
 
 import numpy as np
 import pytest
 
 from xlogprobs import parity
-from xlogprobs.parity import COLUMNS, PEERS, REAL, REAL_VOCAB, Case, Column, distributions
+from xlogprobs.parity import COLUMNS, GRADIENTS, PEERS, REAL, REAL_VOCAB, Case, Column, Inputs, distributions
 
 # a compiler needs seconds for each vocabulary and dtype, and so does JAX op by op; the other pairs are marked full
 QUICK = {(7, "float32"), (7, "float64"), (130, "float16"), (50257, "bfloat16"), (REAL_VOCAB, "bfloat16")}
 RUN_ON_CPU = [column for column in COLUMNS if column.device == "cpu"]
-
-
-OUTPUTS = defaultdict(dict)
 
 
 def by_name(backend, execution="eager", device="cpu"):
@@ -44,17 +40,24 @@ def skip_unless_run(column, case):
 
 @lru_cache(maxsize=2)
 def inputs(case):
-    return case.arrays()
+    return case.inputs()
 
 
-@cache
+@lru_cache(maxsize=2)
 def exact(case):
-    return parity.expected(case, *inputs(case))
+    return parity.exact(case.quantity, inputs(case))
 
 
-@cache
+@lru_cache(maxsize=2)
+def outputs(case):
+    """What the columns that have run made of the case."""
+    return {}
+
+
 def output(column, case):
-    return parity.computed(column, case, *inputs(case))
+    if column not in outputs(case):
+        outputs(case)[column] = column.run(case.quantity, inputs(case))
+    return outputs(case)[column]
 
 
 def fell_back(column):
@@ -68,7 +71,7 @@ def fell_back(column):
 def cells():
     for case in parity.cases():
         for column in COLUMNS:
-            if case.quantity == "gradient" and column.differentiate is None:
+            if case.quantity in GRADIENTS and not column.differentiable:
                 continue
             marks = [pytest.mark.full] if slow(column, case) else []
             yield pytest.param(case, column, id=f"{case}-{column}", marks=marks)
@@ -77,8 +80,8 @@ def cells():
 @pytest.mark.parametrize(("case", "column"), list(cells()))
 def test_a_cell_is_within_the_bound_of_the_oracle_and_of_every_other_column(case, column):
     skip_unless_run(column, case)
-    OUTPUTS[case][column] = output(column, case)  # each pair is compared when its later column has run
-    cell = parity.compare(column, case, exact(case), OUTPUTS[case])
+    output(column, case)  # each pair is compared when its later column has run
+    cell = parity.compare(column, case, inputs(case), exact(case), outputs(case))
     assert not cell.detail, cell.detail
     assert not fell_back(column), "ran eagerly"
     assert cell.worst <= 1, f"{cell.worst:.3g} x bound from the oracle, {cell.worst_ulp:.3g} ulp"
@@ -105,7 +108,7 @@ def test_nine_in_ten_results_on_normal_logits_are_the_rounded_exact_value(column
     for piece in range(pieces):
         logits, ids = normal_piece(deviation, piece)
         skip_unless_run(column, Case("float32", 32768, f"normal {deviation}", ids.shape))
-        same.append(parity.identical(column.run(logits, ids), parity.rounded(exact_piece(deviation, piece))))
+        same.append(parity.identical(logprobs_of(column, logits, ids), parity.rounded(exact_piece(deviation, piece))))
     assert np.mean(same) >= 0.9
     assert not fell_back(column)
 
@@ -136,15 +139,19 @@ def batches():
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(column, vocab, dtype):
     case = Case(dtype, vocab, "normal 3", (64,))
     skip_unless_run(column, case)
-    logits, ids = inputs(case)
-    together = bits(column.run(logits, ids))
+    logits, ids = inputs(case).arrays.values()
+    together = bits(logprobs_of(column, logits, ids))
     assert not fell_back(column)
     order = np.random.default_rng(0).permutation(64)
-    np.testing.assert_array_equal(bits(column.run(logits[order], ids[order])), together[order])
+    np.testing.assert_array_equal(bits(logprobs_of(column, logits[order], ids[order])), together[order])
     for size in (1, 2, 3, 7):
         starts = range(0, 64, size)
-        parts = [column.run(logits[i : i + size], ids[i : i + size]) for i in starts]
+        parts = [logprobs_of(column, logits[i : i + size], ids[i : i + size]) for i in starts]
         np.testing.assert_array_equal(bits(np.concatenate(parts)), together, err_msg=f"in batches of {size}")
+
+
+def logprobs_of(column, logits, ids):
+    return column.run("logprob", Inputs({"logits": logits, "ids": ids}))
 
 
 def bits(out):
@@ -179,18 +186,110 @@ def test_the_oracle_agrees_with_arithmetic_of_50_digits(row, temperature):
                 assert abs(mpmath.mpf(float(out)) - true) <= 1e-14 * abs(true) + mpmath.mpf("1e-307")
 
 
+@pytest.mark.parametrize(
+    "transforms",
+    [
+        {},
+        {"temperature": 0.6},
+        {"softcap": 30.0, "temperature": 0.6},
+        {"softcap": 0.5, "scale": -2.0, "bias": np.array([0.1, -3.0, 2.0])},
+        {"bias": np.array([0.0, 1e4, 1e4]), "scale": 0.3},
+        {"mask": np.array([True, False, True]), "scale": 3.0},
+        {"softcap": 5.0, "mask": np.array([False, True, True]), "bias": np.array([0.0, -np.inf, 0.0])},
+    ],
+    ids=lambda transforms: " ".join(transforms) or "plain",
+)
+@pytest.mark.parametrize(
+    "row", [[1.0, 2.0, 3.0], [0.0, -np.inf, 0.0], [1e4, 1e4 - 2.5, 1e4 + 1.25], [-90.0, 40.0, 0.5]]
+)
+def test_the_oracle_of_every_statistic_agrees_with_arithmetic_of_50_digits(row, transforms):
+    mpmath = pytest.importorskip("mpmath")
+    x, y = np.array(row, np.float64), np.array(row[::-1], np.float64)
+    g, of_entropy, of_lse = 0.3, np.array(-1.7), np.array(0.9)
+    with mpmath.workdps(50):
+
+        def of_row(values):
+            z = [transformed(mpmath, x, n, **transforms) for n, x in enumerate(values)]
+            lse = mpmath.log(mpmath.fsum(mpmath.exp(v) for v in z))
+            return [v - lse for v in z], lse
+
+        def joint(values):
+            logprobs, lse = of_row(values)
+            return g * logprobs[2] + of_entropy * entropy(logprobs) + of_lse * lse
+
+        def entropy(logprobs):
+            return -mpmath.fsum(mpmath.exp(v) * v for v in logprobs if v != -mpmath.inf)
+
+        p, lse = of_row(row)
+        q, _ = of_row(row[::-1])
+        support = [(a, b) for a, b in zip(p, q, strict=True) if a != -mpmath.inf]
+        kl = mpmath.fsum(mpmath.exp(a) * (a - b) for a, b in support)
+        close(mpmath, parity.lse(x, **transforms), lse)
+        close(mpmath, parity.entropy(x, **transforms), entropy(p))
+        close(mpmath, parity.kl(x, y, **transforms), kl)
+        for n, logprob in enumerate(p):
+            close(mpmath, parity.reference(x, np.array(n), **transforms), logprob)
+        slope = parity.gradient(x, np.array(2), np.array(g), of_entropy=of_entropy, of_lse=of_lse, **transforms)
+        for n in range(3):
+            if p[2] == -mpmath.inf or row[n] == -np.inf:  # the joint value is infinite, or does not move
+                continue
+            moved = [joint([mpmath.mpf(v) + step * (m == n) for m, v in enumerate(row)]) for step in (1e-15, -1e-15)]
+            # from a central difference of 50 digits, wrong by the step squared
+            close(mpmath, slope[n], (moved[0] - moved[1]) / mpmath.mpf(2e-15))
+
+
+def transformed(mpmath, value, n, temperature=1.0, scale=1.0, softcap=None, bias=None, mask=None):
+    if value == -np.inf or (mask is not None and not mask[n]):
+        return -mpmath.inf
+    z = mpmath.mpf(scale) * mpmath.mpf(value)
+    z = z if softcap is None else softcap * mpmath.tanh(z / softcap)
+    return (z + (0 if bias is None else mpmath.mpf(bias[n]))) / mpmath.mpf(temperature)
+
+
+def close(mpmath, out, true):
+    if mpmath.isinf(true):
+        assert out == float(true)
+    else:
+        assert abs(mpmath.mpf(float(out)) - true) <= mpmath.mpf(1e-14) * (1 + abs(true))
+
+
+@pytest.mark.parametrize(
+    ("row", "transforms", "ranks", "top"),
+    [
+        ([3, 5, 3, 2], {}, [2, 1, 2, 4], [1, 0, 2, 3]),
+        ([3, 5, 3, 2], {"scale": -1.0}, [2, 4, 2, 1], [3, 0, 2, 1]),
+        ([3, 5, 3, 2], {"scale": 0.0}, [1, 1, 1, 1], [0, 1, 2, 3]),
+        ([3, -np.inf, 3, 2], {"scale": -1.0}, [2, 4, 2, 1], [3, 0, 2, 1]),
+        ([3, 5, 3, 2], {"mask": [True, False, True, True]}, [1, 4, 1, 3], [0, 2, 3, 1]),
+        ([3, np.nan, 3, 2], {"mask": [True, False, True, True]}, [1, 4, 1, 3], [0, 2, 3, 1]),
+        ([3, 5, 3, 2], {"bias": [1, 0, 2.5, 3]}, [4, 2, 1, 2], [2, 1, 3, 0]),
+        ([1e3, 2e3, 3e3, 0], {"softcap": 1.0}, [3, 2, 1, 4], [2, 1, 0, 3]),  # equal when rounded
+        ([3, np.nan, 3, 2], {}, [0] * 4, [-1] * 4),
+        ([3, np.inf, 3, 2], {"scale": -1.0}, [0] * 4, [-1] * 4),
+        ([-np.inf] * 4, {}, [0] * 4, [-1] * 4),
+        ([3, 5, 3, 2], {"mask": [False] * 4}, [0] * 4, [-1] * 4),
+    ],
+    ids=str,
+)
+def test_the_oracle_orders_by_the_contract(row, transforms, ranks, top):
+    x = np.array(row, np.float32)
+    assert parity.rank(x, np.arange(4), **transforms).tolist() == ranks
+    for count in range(5):
+        assert parity.top_ids(x, count, **transforms).tolist() == top[:count]
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_the_oracle_widens_before_it_computes(dtype):
     case = Case(dtype, 130, "normal 10", (5,))
     if reason := case.missing():
         pytest.skip(reason)
-    logits, ids = case.arrays()
+    logits, ids = case.inputs().arrays.values()
     wide = parity.reference(logits.astype(np.float64), ids, temperature=0.7)
     np.testing.assert_array_equal(parity.reference(logits, ids, temperature=0.7), wide)
 
 
 def test_the_oracle_takes_k_ids_and_a_temperature_per_position():
-    logits, ids = Case("float64", 7, "normal 3", (2, 3), ids_per_position=4).arrays()
+    logits, ids = Case("float64", 7, "normal 3", (2, 3), ids_per_position=4).inputs().arrays.values()
     temperature = np.linspace(0.5, 2.0, 6).reshape(2, 3)
     out = parity.reference(logits, ids, temperature=temperature)
     assert out.shape == (2, 3, 4)
@@ -235,6 +334,33 @@ def test_the_bound_is_the_contracts(value, dtype, allowed):
 
 
 @pytest.mark.parametrize(
+    ("quantity", "value", "dtype", "allowed"),
+    [
+        ("lse", -9e-4, np.float32, 1e-6),  # there are no confident tokens
+        ("lse", 20.0, np.float32, 2.0**-19),
+        ("entropy", 1e-4, np.float32, 1e-6),
+        ("entropy", 11.5, np.float32, 1.15e-5),
+        ("KL", 30.0, np.float32, 3e-5),
+        ("KL", 30.0, np.float64, 3e-11),
+    ],
+)
+def test_the_bound_of_other_statistics_is_the_contracts(quantity, value, dtype, allowed):
+    np.testing.assert_allclose(parity.bound(np.array(value), dtype, quantity), allowed, rtol=1e-12)
+
+
+@pytest.mark.parametrize("quantity", ["rank", "top ids"])
+def test_ranks_and_top_ids_are_equal_or_wrong(quantity):
+    case = Case("float32", 7, "ties", (3,), quantity=quantity)
+    columns = [
+        Column(name, "eager", "cpu", lambda _, quantity, given, off=off: parity.exact(quantity, given) + off)
+        for name, off in (("right", 0), ("off by one", 1))
+    ]
+    cells = measure(*columns, rows=[case])
+    assert [(cells[name].status, cells[name].worst) for name in ("right", "off by one")] == [("FAIL", 0), ("FAIL", 2)]
+    assert measure(columns[0], rows=[case])["right"].status == "ok"
+
+
+@pytest.mark.parametrize(
     ("out", "true", "off"),
     [
         (-np.inf, -np.inf, 0),
@@ -257,16 +383,22 @@ def test_infinities_and_nans_must_agree_exactly(out, true, off):
 def test_a_case_is_what_its_name_says(case):
     if reason := case.missing():
         pytest.skip(reason)
-    logits, ids = inputs(case)
+    arrays, numbers, upstream = inputs(case)
+    logits, ids = arrays["logits"], arrays["ids"]
     assert logits.shape == (*case.shape, case.vocab)
     assert logits.dtype.name == case.dtype
     assert ids.shape == (case.shape if case.ids_per_position is None else (*case.shape, case.ids_per_position))
-    assert case.upstream().shape == ids.shape
-    unsupported = np.isnan(exact(case)).mean()
-    assert case.distribution in ("NaN and +inf", "masked") if unsupported else np.isfinite(exact(case)).any()
+    assert [g.shape for g in upstream] == [ids.shape, case.shape, case.shape][: len(upstream)]
+    assert {*arrays, *numbers} - {"logits", "ids", "temperature", "ref_logits"} == {
+        "mask" if "mask" in name else name.split()[0] for name in case.transforms
+    }
+    if case.quantity == "logprob":
+        unsupported = np.isnan(exact(case)).any()
+        nothing_kept = "masked" in case.distribution or "mask" in case.transforms
+        assert case.distribution == "NaN and +inf" or nothing_kept if unsupported else np.isfinite(exact(case)).any()
     # the same again: nothing depends on the order in which cases are made
-    again, _ = case.arrays()
-    assert again.tobytes() == logits.tobytes()
+    for name, array in case.inputs().arrays.items():
+        assert array.tobytes() == arrays[name].tobytes()
 
 
 def test_every_dtype_vocabulary_and_distribution_is_in_the_matrix():
@@ -293,10 +425,10 @@ def test_where_its_library_is_installed_a_cpu_column_runs(column):
 
 
 SMALL = Case("float32", 7, "normal 1", (3,))
-ORACLE = Column("oracle", "eager", "cpu", lambda _, x, ids, t: parity.reference(x, ids, temperature=t).astype(x.dtype))
-LATE = Column("late", "eager", "cpu", lambda _, x, ids, t: ORACLE.run(x, ids, t) + np.float32(3e-6))
-NARROW = Column("narrow", "eager", "cpu", lambda _, x, ids, t: ORACLE.run(x, ids, t).astype("f2"))
-RAISES = Column("raises", "eager", "cpu", lambda _, x, ids, t: x[99])
+ORACLE = Column("oracle", "eager", "cpu", lambda _, quantity, given: parity.exact(quantity, given).astype("f4"))
+LATE = Column("late", "eager", "cpu", lambda _, quantity, given: ORACLE.run(quantity, given) + np.float32(3e-6))
+NARROW = Column("narrow", "eager", "cpu", lambda _, quantity, given: ORACLE.run(quantity, given).astype("f2"))
+RAISES = Column("raises", "eager", "cpu", lambda _, quantity, given: given.arrays["logits"][99])
 PEER = Column("late peer", "eager", "cpu", LATE.compute, peer=True)
 NO_DEVICE = Column("jax", "compiled", "tpu", ORACLE.compute)
 

@@ -7,8 +7,9 @@ standard error.
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,6 +20,7 @@ from rich.text import Text
 import xlogprobs
 from xlogprobs import parity as parity_matrix
 from xlogprobs.accurate import Array
+from xlogprobs.api import WANTED
 from xlogprobs.scoring import Library, Scores, check_output, write_scores
 from xlogprobs.scoring import score as score_stored
 from xlogprobs.stored import InputError, open_logits
@@ -52,14 +54,22 @@ def score(
         Path, typer.Argument(help="A .safetensors or .npz file with `logits` (..., V) and `ids` (...), or logits.npy.")
     ],
     ids: Annotated[Path | None, typer.Option(help="The .npy file of the ids that go with logits.npy.")] = None,
+    want: Annotated[
+        str, typer.Option(help="Statistics, with commas between them: logprob, entropy, lse, rank.")
+    ] = "logprob",
+    top_k: Annotated[int, typer.Option(help="How many of the likeliest ids to add for each position.")] = 0,
     backend: Annotated[Library, typer.Option(help="The array library that computes.")] = Library.NUMPY,
-    temperature: Annotated[float, typer.Option(help="Divides the logits.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="Divides the logits, after scale and softcap.")] = 1.0,
+    scale: Annotated[float, typer.Option(help="Multiplies the logits.")] = 1.0,
+    softcap: Annotated[
+        float | None, typer.Option(help="Caps them: softcap * tanh(scale * logits / softcap).", show_default="none")
+    ] = None,
     ignore_index: Annotated[
         int | None, typer.Option(help="The id of positions to leave out, such as -100.", show_default="none")
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Write `logprobs` and `ids` to this .safetensors or .npz file."),
+        typer.Option("--output", "-o", help="Write ids and statistics to a .safetensors, .npz, .csv or .jsonl file."),
     ] = None,
     rows: Annotated[
         int, typer.Option(min=0, help="How many positions to show: of more, the first and last ones.")
@@ -68,14 +78,13 @@ def score(
         bool, typer.Option("--quiet", "-q", help="No progress bar (there is none either outside a terminal).")
     ] = False,
 ) -> None:
-    """Log-probability of each id under stored logits, with their sum, mean and perplexity.
+    """Log-probability, and other statistics, of each id under stored logits, and what they come to.
 
     The logits are memory-mapped and read in pieces, so a file may be larger than the memory. A compressed .npz member
     cannot be mapped: it is decompressed in pieces.
     """
     with _one_line_errors():
         stored = open_logits(file, ids)
-        tokens = stored.tokens()
         if output is not None:
             check_output(output, *filter(None, (file, ids)))
         start = time.perf_counter()
@@ -83,8 +92,12 @@ def score(
             task = progress.add_task("", total=stored.ids.size)
             scores = score_stored(
                 stored,
+                want=[name.strip() for name in want.split(",")],
+                top_k=top_k,
                 backend=backend,
                 temperature=temperature,
+                scale=scale,
+                softcap=softcap,
                 ignore_index=ignore_index,
                 progress=lambda done, total: progress.update(task, completed=done, total=total),
             )
@@ -94,7 +107,7 @@ def score(
     console = Console()
     if rows and scores.ids.size:
         head, tail = _ends(scores.ids.size, rows)
-        console.print(_positions(scores, tokens, head, tail, console))
+        console.print(_positions(scores, head, tail, console))
         if left_out := scores.ids.size - head - tail:
             console.print(
                 f"{left_out:,} positions after the first {head:,} left out; --rows {scores.ids.size} shows all",
@@ -175,17 +188,27 @@ def _progress(what: str, quiet: bool) -> Progress:
     )
 
 
-def _positions(scores: Scores, tokens: list[str] | None, head: int, tail: int, console: Console) -> Table:
-    shape, size = scores.ids.shape, scores.ids.size
-    table = Table("position", "id", *(["token"] if tokens else []), "logprob")
+def _positions(scores: Scores, head: int, tail: int, console: Console) -> Table:
+    """A row for each position, and below it a row for each of its likeliest ids."""
+    shape, size, tokens = scores.ids.shape, scores.ids.size, scores.tokens
+    stats: Any = scores.stats
+    alternatives = 0 if stats.top_ids is None else stats.top_ids.shape[-1]
+    columns = {name: getattr(stats, name) for name in WANTED}
+    columns = {name: a for name, a in columns.items() if a is not None or (name == "logprob" and alternatives)}
+    table = Table("position", "id", *(["token"] if tokens else []), *columns)
     for column in table.columns:
-        column.justify = "left" if column.header == "token" else "right"
-    flat_ids, logprobs, ignored = scores.ids.reshape(-1), scores.logprobs.reshape(-1), scores.ignored.reshape(-1)
+        column.justify, column.no_wrap = ("left", False) if column.header == "token" else ("right", True)
     shown = repr if console.encoding.startswith("utf") else ascii
     for i in (*range(head), *range(size - tail, size)):
         token = [Text(shown(tokens[i]), overflow="fold")] if tokens else []
-        value = "ignored" if ignored[i] else logprob_text(logprobs[i])
-        table.add_row(_position(i, shape), str(flat_ids[i]), *token, value, end_section=i == head - 1 and tail > 0)
+        ignored = scores.ignored.flat[i]
+        values = ["" if a is None else statistic_text(a.flat[i]) for a in columns.values()]
+        table.add_row(_position(i, shape), str(scores.ids.flat[i]), *token, *(["ignored"] if ignored else values))
+        for k in range(0 if ignored else alternatives):
+            likely, logprob = (a.flat[i * alternatives + k] for a in (stats.top_ids, stats.top_logprobs))
+            table.add_row(f"top {k + 1}", str(likely), *[""] * len(token), statistic_text(logprob), style="dim")
+        if i == head - 1 and tail:
+            table.add_section()
     return table
 
 
@@ -204,21 +227,30 @@ def _position(index: int, shape: tuple[int, ...]) -> str:
     return f"({', '.join(reversed(place))})"
 
 
-def logprob_text(value: Array) -> str:
-    """A log-probability with 6 decimals, or with 4 digits and an exponent where decimals would hide it.
+def statistic_text(value: Array) -> str:
+    """A rank as it is; nats with 6 decimals, or with 4 digits and an exponent where decimals would hide them.
 
-    >>> logprob_text(-12.25), logprob_text(-7.5e-05), logprob_text(0.0)
-    ('-12.250000', '-7.500e-05', '0.000000')
+    >>> statistic_text(-12.25), statistic_text(-7.5e-05), statistic_text(0.0), statistic_text(12)
+    ('-12.250000', '-7.500e-05', '0.000000', '12')
     """
+    if isinstance(value, Integral):
+        return str(value)
     return f"{value:.6f}" if value == 0 or 1e-3 <= abs(value) < 1e6 or abs(value) == float("inf") else f"{value:.3e}"
 
 
 def _totals(scores: Scores, seconds: float, output: Path | None) -> Table:
     ignored = scores.ids.size - scores.positions
+    figures = {
+        "sum": (scores.sum, statistic_text),
+        "mean": (scores.mean, statistic_text),
+        "perplexity": (scores.perplexity, "{:.6g}".format),
+        "mean entropy": (scores.mean_entropy, statistic_text),
+        "rank 1": (scores.greedy_share, "{:.1%}".format),
+    }
     table = Table.grid(padding=(0, 2))
-    table.add_row("sum", logprob_text(scores.sum))
-    table.add_row("mean", logprob_text(scores.mean))
-    table.add_row("perplexity", f"{scores.perplexity:.6g}")
+    for name, (value, text) in figures.items():
+        if value is not None:
+            table.add_row(name, text(value))
     table.add_row("positions", f"{scores.positions:,}" + (f" ({ignored:,} ignored)" if ignored else ""))
     table.add_row("time", f"{seconds:.3f} s")
     if output is not None:

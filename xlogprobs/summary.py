@@ -71,8 +71,10 @@ def take(xp: Any, x: Array, columns: Array) -> Array:
 
 
 def window(xp: Any, x: Array, row: Array, start: Array, width: int) -> Array:
-    """``width`` columns of each row of (N, V), from that row's own start; ``row`` is 0 .. N-1."""
-    return take(xp, x, start[:, None] + xp.arange(width, dtype=start.dtype, device=device_of(x))[None, :])
+    """``width`` columns of rows of (R, V), each from a start of its own."""
+    columns = start[:, None] + xp.arange(width, dtype=start.dtype, device=device_of(x))[None, :]
+    entries = xp.reshape(row[:, None] * x.shape[1] + columns, (-1,))
+    return xp.reshape(xp.take(xp.reshape(x, (-1,)), entries), columns.shape)
 
 
 def top(xp: Any, order: Array, count: int) -> Array:

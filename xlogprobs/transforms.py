@@ -43,7 +43,7 @@ class Shared(NamedTuple):
     def spread(self, xp: Any, rows: int) -> Array:
         """(N, V); a view where the library has views of a repeated row."""
         if self.row is not None:
-            return self.values[self.row, :]
+            return xp.take(self.values, self.row, axis=0)
         return (
             self.values if self.values.ndim == 2 else xp.broadcast_to(self.values[None, :], (rows, *self.values.shape))
         )
@@ -193,10 +193,9 @@ def value_of(prim: "Primitives", x: Array, mask: Array | None, by: Numbers) -> A
     if mask is None and by.sign is None:
         return x
     v = prim.widen(xp, x)
-    nothing = xp.full_like(v, -float("inf"))
     if by.sign is not None:
-        v = xp.where(v == nothing, v, v * by.sign)
-    return v if mask is None else xp.where(mask, v, nothing)
+        v = xp.where(xp.isinf(v), v, v * by.sign)
+    return v if mask is None else xp.where(mask, v, xp.full_like(v, -float("inf")))
 
 
 def key(prim: "Primitives", at: Point, by: Numbers) -> Array:

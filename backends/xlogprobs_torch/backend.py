@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from xlogprobs.backend import ArrayApiBackend, BackendInfo
-from xlogprobs.contract import Call
+from xlogprobs.backend import ArrayApiBackend, BackendInfo, Statistics
+from xlogprobs.contract import Call, Transforms
 from xlogprobs_torch import boundary, compiled, npu
 
 
@@ -48,13 +48,28 @@ class TorchBackend(ArrayApiBackend):
     def check_inplace_backward(self, logits: torch.Tensor) -> None:
         boundary.check_in_place(logits)
 
-    def logprobs(self, call: Call) -> torch.Tensor:
-        logits, temperature = call.logits, call.temperature
-        if isinstance(temperature, float):
-            temperature = torch.full((), temperature, dtype=torch.float64).to(
-                dtype=None if compiled.has_float64(logits.device) else torch.float32, device=logits.device
-            )
-        return boundary.logprobs(logits, call.ids.to(torch.int64), temperature, call.inplace_backward)
+    def statistics(self, call: Call) -> Statistics:
+        return boundary.statistics(call.logits, *self._tensors(call), call.want, call.inplace_backward)
+
+    def rank(self, call: Call) -> torch.Tensor:
+        return boundary.rank(call.logits, *self._tensors(call))
+
+    def top_ids(self, call: Call, count: int) -> torch.Tensor:
+        return boundary.top_ids(call.logits, *self._tensors(call), count)
+
+    def _tensors(self, call: Call) -> tuple[Any, Transforms]:
+        """The ids and the transforms, numbers as tensors."""
+        ids = None if call.ids is None else call.ids.to(torch.int64)
+        return ids, Transforms(*(self._tensor(each, call.logits) for each in call.transforms))
+
+    def _tensor(self, value: Any, like: torch.Tensor) -> torch.Tensor | None:
+        if not isinstance(value, float):
+            return value
+        number = torch.full((), value, dtype=torch.float64, device="cpu")
+        if not torch.compiler.is_compiling():
+            return number
+        # CUDA graphs of a user's compiler take no tensors of the CPU
+        return number.to(device=like.device, dtype=None if compiled.has_float64(like.device) else torch.float32)
 
     def info(self) -> BackendInfo:
         devices = ["cpu"]

@@ -1,10 +1,11 @@
-"""The autograd boundary: forward and backward over any strides, and the operator that a user's graph sees.
+"""The autograd boundary: forward and backward over any strides, and the operators that a user's graph sees.
 
 Outside torch.compile a torch.autograd.Function is the boundary; inside, one opaque operator of torch.library, since
-Inductor drops the rounding of half-precision logits that it fuses with their producer.
+Inductor drops the rounding of half-precision logits that it fuses with their producer. Either takes the transforms as
+the user gave them, as tensors; the rows' numbers are made inside.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,33 +13,60 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.dlpack import from_dlpack
 
-from xlogprobs.accurate import Pair
-from xlogprobs.contract import temperature_pair
+from xlogprobs.backend import Statistics
+from xlogprobs.contract import Transforms, Want, is_valid
+from xlogprobs.gradient import Upstream
 from xlogprobs.summary import Summary
+from xlogprobs.transforms import Rows, Shared, number_pair, over_vocabulary, rows_of_call
 from xlogprobs_torch import compiled, derivatives, npu
 
 import array_api_compat.torch as xp  # isort: skip
 
 ALIGNMENT = 64  # bytes, torch's own
 
+Maybe = torch.Tensor | None
 
-def logprobs(
-    logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor | None, in_place: bool = False
-) -> torch.Tensor:
-    """Log-probabilities of encoded int64 ids, of their shape; ``in_place`` the gradient overwrites the logits."""
+
+def statistics(
+    logits: torch.Tensor, ids: Maybe, transforms: Transforms, want: Want, in_place: bool = False
+) -> Statistics:
+    """What is wanted of logits and encoded int64 ids; ``in_place`` the gradient overwrites the logits."""
     if torch.compiler.is_compiling():
+        temperature = transforms.temperature
         if temperature is not None and temperature.requires_grad:
             raise ValueError(
-                "temperature requires a gradient, which logprobs computes outside torch.compile only; pass"
+                "temperature requires a gradient, which is computed outside torch.compile only; pass"
                 " temperature.detach(), or scale the logits yourself"
             )
-        result: torch.Tensor = _operator(logits, ids, temperature)[0]
-        return result
-    if temperature is not None and temperature.is_inference() and not torch.is_inference_mode_enabled():
-        temperature = temperature.clone()  # autograd can't save it as it is
-    if _is_forward_over_forward():
-        return derivatives.logprobs(logits, ids, temperature)
-    return _Boundary.apply(logits, ids, temperature, in_place)[0]  # type: ignore[no-untyped-call,no-any-return]
+        found = _operator(logits, ids, *transforms, *want)
+    else:
+        ids, *given = (_savable(tensor) for tensor in (ids, *transforms))
+        transforms = Transforms(*given)
+        if _is_forward_over_forward():
+            return derivatives.statistics(logits, ids, transforms, want)
+        found = _Boundary.apply(logits, ids, *transforms, want, in_place)  # type: ignore[no-untyped-call]
+    return Statistics(*(each if wanted else None for each, wanted in zip(found[:3], want, strict=True)))
+
+
+def _savable(tensor: Maybe) -> Maybe:
+    """Autograd can't save what was made in inference mode."""
+    if tensor is not None and tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return tensor.clone()
+    return tensor
+
+
+def rank(logits: torch.Tensor, ids: torch.Tensor, transforms: Transforms) -> torch.Tensor:
+    result: torch.Tensor = _rank_operator(logits.detach(), ids, *_detached(transforms))
+    return result
+
+
+def top_ids(logits: torch.Tensor, ids: Maybe, transforms: Transforms, count: int) -> torch.Tensor:
+    result: torch.Tensor = _top_operator(logits.detach(), ids, *_detached(transforms), count)
+    return result
+
+
+def _detached(transforms: Transforms) -> Transforms:
+    return Transforms(*(None if tensor is None else tensor.detach() for tensor in transforms))
 
 
 def check_in_place(logits: torch.Tensor) -> None:
@@ -70,122 +98,192 @@ def _overlaps(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _forward(
-    logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probabilities, and the rows' maximum and rest (their summary) for the backward pass."""
+def _outputs(logits: torch.Tensor, ids: Maybe, bias: Maybe, want: Want) -> tuple[torch.Tensor, ...]:
+    """Memory for the statistics, and for the rows' summaries: maximum, its bias, rest and moment. Empty for those that
+    are not asked for."""
+    arithmetic = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    wide = torch.float64 if compiled.has_float64(logits.device) else torch.float32
+    positions = logits.shape[:-1]
+    return tuple(
+        logits.new_empty(shape if shape is not None else (0,), dtype=dtype)
+        for shape, dtype in (
+            (ids.shape if want.logprob and ids is not None else None, arithmetic),
+            (positions if want.entropy else None, arithmetic),
+            (positions if want.lse else None, arithmetic),
+            (positions, arithmetic),
+            (None if bias is None else positions, arithmetic),
+            (positions, wide),
+            (positions if want.entropy else None, wide),
+        )
+    )
+
+
+def _forward(logits: torch.Tensor, ids: Maybe, transforms: Transforms, want: Want) -> tuple[torch.Tensor, ...]:
+    """The statistics and the summaries, for the backward pass, of `_outputs`."""
     with _normalised(logits):
         rows, vocab, many = _sizes(logits, ids)
-        wide = torch.float64 if compiled.has_float64(logits.device) else torch.float32
-        out = logits.new_empty((rows, many), dtype=_arithmetic(logits))
-        maximum = logits.new_empty((rows,), dtype=out.dtype)
-        rest = logits.new_empty((rows,), dtype=wide)
-        if many:
-            flat_ids = _normal(ids).reshape(rows, many)
-            pair = _pair(temperature, rows, logits)
-            for x, where, _ in _pieces(logits, vocab):
-                part = pair and (pair[0][where], pair[1][where])
-                if _fused(x):
-                    out[where] = npu.fused_logprobs(x, _plain(flat_ids[where]), part)
-                    continue  # the operator gives no summary; the backward pass makes its own
-                out[where], summary = compiled.forward(x, _plain(flat_ids[where]), part)
-                maximum[where], rest[where] = summary.max, summary.rest
-        positions = logits.shape[:-1]
-        return out.view(ids.shape), maximum.view(positions), rest.view(positions)
+        outputs = _outputs(logits, ids, transforms.bias, want)
+        if ids is not None and not many:
+            return tuple(output.zero_() for output in outputs)
+        flat = [outputs[0].view(rows, -1) if want.logprob else outputs[0], *(each.view(-1) for each in outputs[1:])]
+        flat_ids, whole = _flat(ids, rows, many), _rows(logits, transforms)
+        for x, where, _ in _pieces(logits, vocab):
+            part = _part(whole, where)
+            if _fused(x, part, want):
+                flat[0][where] = npu.fused_logprobs(x, _plain(flat_ids[where]), part.temperature)
+                continue  # the operator gives no summary; the backward pass makes its own
+            for output, found in zip(flat, compiled.forward(x, _piece(flat_ids, where), part, want), strict=True):
+                if found is not None:
+                    output[where] = found
+        return outputs
 
 
 def _backward(
-    upstream: torch.Tensor,
+    upstream: Upstream,
     logits: torch.Tensor,
-    ids: torch.Tensor,
-    temperature: torch.Tensor | None,
-    maximum: torch.Tensor,
-    rest: torch.Tensor,
+    ids: Maybe,
+    transforms: Transforms,
+    summary: tuple[torch.Tensor, ...],
+    want: Want,
     in_place: bool = False,
 ) -> torch.Tensor:
     with _normalised(logits):
         rows, vocab, many = _sizes(logits, ids)
         result = _normal(logits) if in_place else _fresh(logits)
-        if not many:
+        if ids is not None and not many:
             return result.zero_()
-        flat_ids, flat_upstream = _normal(ids).reshape(rows, many), _normal(upstream).reshape(rows, many)
-        summaries = Summary(_normal(maximum).reshape(rows), _normal(rest).reshape(rows), None)
-        pair = _pair(temperature, rows, logits)
+        flat_ids, whole = _flat(ids, rows, many), _rows(logits, transforms)
+        flat_upstream = [_flat(upstream.logprob, rows, many), *(_flat(each, rows) for each in upstream[1:])]
+        # what is empty but for an empty batch was not asked for
+        numbers = [each.reshape(-1) if each.numel() else None for each in map(_normal, summary)]
         for x, where, view in _pieces(logits, vocab, overlap=not in_place):
-            part = pair and (pair[0][where], pair[1][where])
-            summary = (
-                compiled.summary(x, part) if _fused(x) else Summary(summaries.max[where], summaries.rest[where], None)
-            )
-            plain = _plain(flat_ids[where]), _plain(flat_upstream[where])
-            if not in_place:
-                compiled.backward(x, *plain, summary, part, result.view(rows, vocab)[where])
-            elif x.data_ptr() == view.data_ptr():
-                compiled.backward(x, *plain, summary, part, None)
+            part = _part(whole, where)
+            if _fused(x, part, want):
+                its = compiled.summary(x, part)
             else:
-                view.copy_(compiled.backward(x, *plain, summary, part, None))
+                maximum, bias, rest, moment = (None if each is None else each[where] for each in numbers)
+                its = Summary(maximum, rest, None, bias, moment)
+            arguments = x, _piece(flat_ids, where), Upstream(*(_piece(each, where) for each in flat_upstream)), its
+            if not in_place:
+                compiled.backward(*arguments, part, result.view(rows, vocab)[where])
+            elif x.data_ptr() == view.data_ptr():
+                compiled.backward(*arguments, part, None)
+            else:
+                view.copy_(compiled.backward(*arguments, part, None))
         if in_place:
             torch.autograd.graph.increment_version(logits)
         return result
 
 
+def _rank(logits: torch.Tensor, ids: torch.Tensor, transforms: Transforms) -> torch.Tensor:
+    rows, _, many = _sizes(logits, ids)
+    out = torch.zeros_like(ids, memory_format=torch.contiguous_format)
+    return _in_pieces(logits, ids, transforms, out, out.view(rows, many) if many else None, compiled.rank)
+
+
+def _top_ids(logits: torch.Tensor, ids: Maybe, transforms: Transforms, count: int) -> torch.Tensor:
+    rows, _, many = _sizes(logits, ids)
+    out = torch.full((*logits.shape[:-1], count), -1, dtype=torch.int64, device=logits.device)
+    flat = None if ids is not None and not many else out.view(rows, count)
+    return _in_pieces(logits, ids, transforms, out, flat, lambda *piece: compiled.top_ids(*piece, count))
+
+
+def _in_pieces(
+    logits: torch.Tensor,
+    ids: Maybe,
+    transforms: Transforms,
+    out: torch.Tensor,
+    flat: Maybe,
+    function: Callable[[torch.Tensor, Maybe, Rows], torch.Tensor],
+) -> torch.Tensor:
+    """Fills ``flat``, rows of ``out``, by a function of pieces of the rows."""
+    with _normalised(logits):
+        rows, vocab, many = _sizes(logits, ids)
+        if flat is None:
+            return out
+        flat_ids, whole = _flat(ids, rows, many), _rows(logits, transforms)
+        for x, where, _ in _pieces(logits, vocab):
+            flat[where] = function(x, _piece(flat_ids, where), _part(whole, where))
+        return out
+
+
 class _Boundary(torch.autograd.Function):
-    """Of a call outside torch.compile. What it saves: its arguments, and two numbers a row."""
+    """Of a call outside torch.compile. What it saves: its arguments, and a few numbers a row."""
 
     @staticmethod
-    def forward(logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor | None, in_place: bool) -> Any:
-        return _forward(logits, ids, temperature)
+    def forward(logits: torch.Tensor, ids: Maybe, *rest: Any) -> Any:
+        *transforms, want, _ = rest
+        return _forward(logits, ids, Transforms(*transforms), Want(*want))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        logits, ids, temperature, ctx.in_place = inputs
-        _, maximum, rest = output
-        ctx.mark_non_differentiable(maximum, rest)
+        *tensors, want, ctx.in_place = inputs
+        ctx.want = Want(*want)
+        ctx.mark_non_differentiable(*output[3:])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, ids, temperature, maximum, rest)
-        ctx.save_for_forward(logits, ids, temperature, maximum, rest)
+        ctx.save_for_backward(*tensors, *output[3:])
+        ctx.save_for_forward(*tensors, *output[3:])
 
     @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor | None, *_: Any) -> Any:
-        if upstream is None:
-            return None, None, None, None
-        logits, ids, temperature, maximum, rest = ctx.saved_tensors
-        # differentiable again for create_graph=True and torch.func; plain operations also under vmap and with tangents
-        if torch.is_grad_enabled() or _is_batched(upstream) or forward_ad._current_level >= 0:
-            if ctx.in_place:
-                raise RuntimeError(
-                    "the gradient of logprobs(..., inplace_backward=True) can be taken once only: create_graph, vmap"
-                    " and forward mode need logits that still hold their values"
-                )
-            again = derivatives.gradient(logits, ids, temperature, upstream)
-            return again[0], None, again[1], None
-        of_logits: torch.Tensor | None = None
-        of_temperature = None
-        if ctx.needs_input_grad[2]:  # first, while the logits hold their values
-            of_temperature = derivatives.gradient(logits, ids, temperature, upstream)[1]
-        if ctx.needs_input_grad[0]:
-            of_logits = _backward(upstream, logits, ids, temperature, maximum, rest, ctx.in_place)
-        return of_logits, None, of_temperature, None
+    def backward(ctx: Any, *gradients: Maybe) -> Any:
+        of_logits, of_temperature = None, None
+        upstream = Upstream(*(g if wanted else None for g, wanted in zip(gradients[:3], ctx.want, strict=True)))
+        given = [each for each in upstream if each is not None]
+        if given:
+            logits, ids, transforms, summary = _unpacked(ctx.saved_tensors)
+            # differentiable again for create_graph=True and torch.func; plain operations also under vmap and with
+            # tangents
+            if torch.is_grad_enabled() or any(map(_is_batched, given)) or forward_ad._current_level >= 0:
+                if ctx.in_place:
+                    raise RuntimeError(
+                        "the gradient of a call with inplace_backward=True can be taken once only: create_graph, vmap"
+                        " and forward mode need logits that still hold their values"
+                    )
+                of_logits, of_temperature = derivatives.gradient(logits, ids, transforms, upstream)
+            else:
+                if ctx.needs_input_grad[2]:  # first, while the logits hold their values
+                    of_temperature = derivatives.gradient(logits, ids, transforms, upstream)[1]
+                if ctx.needs_input_grad[0]:
+                    of_logits = _backward(upstream, logits, ids, transforms, summary, ctx.want, ctx.in_place)
+        return of_logits, None, of_temperature, *(None,) * 6
 
     @staticmethod
-    def jvp(
-        ctx: Any, logits_tangent: torch.Tensor | None, _: None, temperature_tangent: torch.Tensor | None, *__: None
-    ) -> Any:
-        logits, ids, temperature, *_rest = ctx.saved_tensors
-        change = derivatives.tangent(logits, ids, temperature, logits_tangent, temperature_tangent)
-        return change, None, None
+    def jvp(ctx: Any, logits_tangent: Maybe, _: None, temperature_tangent: Maybe, *__: None) -> Any:
+        logits, ids, transforms, _summary = _unpacked(ctx.saved_tensors)
+        changes = derivatives.tangent(logits, ids, transforms, ctx.want, logits_tangent, temperature_tangent)
+        return *changes, None, None, None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-        """The batch becomes the first axis of every argument."""
-        size, (logits, ids, temperature, in_place) = info.batch_size, inputs
-        logits, ids = (_first(tensor, dim, size) for tensor, dim in zip((logits, ids), in_dims, strict=False))
-        if in_dims[2] is not None:
-            temperature = temperature.movedim(in_dims[2], 0)
-            if temperature.ndim == 1:  # one number for each call
-                temperature = temperature.reshape(-1, *(1,) * (logits.ndim - 2)).expand(logits.shape[:-1])
-        elif temperature is not None and temperature.ndim:
-            temperature = temperature.expand(logits.shape[:-1])
-        return _Boundary.apply(logits, ids, temperature, in_place), (0, 0, 0)  # type: ignore[no-untyped-call]
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        *tensors, want, in_place = inputs
+        logits, ids, transforms = _batch_first(info.batch_size, in_dims, *tensors)
+        found = _Boundary.apply(logits, ids, *transforms, want, in_place)  # type: ignore[no-untyped-call]
+        return found, tuple(0 if each.ndim > 1 or each.numel() else None for each in found)
+
+
+def _unpacked(saved: Any) -> tuple[torch.Tensor, Maybe, Transforms, tuple[torch.Tensor, ...]]:
+    return saved[0], saved[1], Transforms(*saved[2:7]), saved[7:]
+
+
+def _batch_first(size: int, in_dims: Any, logits: torch.Tensor, ids: Maybe, *transforms: Maybe) -> Any:
+    """Arguments under vmap, with the batch as the first axis of each that needs one."""
+    logits_dim, ids_dim, *dims = in_dims
+    logits = _first(logits, logits_dim, size)
+    ids = None if ids is None else _first(ids, ids_dim, size)
+    positions, found = logits.shape[:-1], list(transforms)
+    for n, (tensor, dim) in enumerate(zip(transforms, dims, strict=False)):
+        if tensor is None:
+            continue
+        own = tensor.ndim - (dim is not None)
+        if n < 3:  # a number: one for each call, or one per position
+            if dim is not None:
+                tensor = tensor.movedim(dim, 0)
+                tensor = tensor.reshape(size, *(1,) * (len(positions) - 1 - own), *tensor.shape[1:])
+            found[n] = tensor.expand(positions) if dim is not None or own else tensor
+        elif dim is not None:  # bias or mask, which broadcast to the logits from the right
+            tensor = tensor.movedim(dim, 0)
+            found[n] = tensor.reshape(size, *(1,) * (logits.ndim - 1 - own), *tensor.shape[1:])
+    return logits, ids, Transforms(*found)
 
 
 def _is_batched(tensor: torch.Tensor) -> bool:
@@ -205,55 +303,119 @@ def _first(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
 
 
 # Graphs that a user's compiler has cached on disk hold the shapes of these results: if they change, so must the name.
-@torch.library.custom_op("xlogprobs::logprobs", mutates_args=())
+@torch.library.custom_op("xlogprobs::statistics", mutates_args=())
 def _operator(
-    logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _forward(logits, ids, temperature)
+    logits: torch.Tensor,
+    ids: torch.Tensor | None,
+    temperature: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    softcap: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    logprob: bool,
+    entropy: bool,
+    lse: bool,
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:
+    transforms = Transforms(temperature, scale, softcap, bias, mask)
+    return _forward(logits, ids, transforms, Want(logprob, entropy, lse))  # type: ignore[return-value]
 
 
 @_operator.register_fake
-def _(
-    logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    wide = torch.float64 if compiled.has_float64(logits.device) else torch.float32
-    out, positions = logits.new_empty(ids.shape, dtype=_arithmetic(logits)), logits.shape[:-1]
-    return out, logits.new_empty(positions, dtype=out.dtype), logits.new_empty(positions, dtype=wide)
+def _(logits: torch.Tensor, ids: Maybe, *rest: Any) -> tuple[torch.Tensor, ...]:
+    *_, bias, _mask, logprob, entropy, lse = rest
+    return _outputs(logits, ids, bias, Want(logprob, entropy, lse))
 
 
-@torch.library.custom_op("xlogprobs::logprobs_backward", mutates_args=())
+@torch.library.custom_op("xlogprobs::statistics_backward", mutates_args=())
 def _backward_operator(
-    upstream: torch.Tensor,
+    of_logprob: torch.Tensor | None,
+    of_entropy: torch.Tensor | None,
+    of_lse: torch.Tensor | None,
     logits: torch.Tensor,
-    ids: torch.Tensor,
+    ids: torch.Tensor | None,
     temperature: torch.Tensor | None,
-    maximum: torch.Tensor,
-    rest: torch.Tensor,
+    scale: torch.Tensor | None,
+    softcap: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    summary: list[torch.Tensor],
+    want: list[bool],
 ) -> torch.Tensor:
-    return _backward(upstream, logits, ids, temperature, maximum, rest)
+    transforms = Transforms(temperature, scale, softcap, bias, mask)
+    upstream = Upstream(of_logprob, of_entropy, of_lse)
+    return _backward(upstream, logits, ids, transforms, tuple(summary), Want(*want))
 
 
 @_backward_operator.register_fake
-def _(
-    upstream: torch.Tensor,
-    logits: torch.Tensor,
-    ids: torch.Tensor,
-    temperature: torch.Tensor | None,
-    maximum: torch.Tensor,
-    rest: torch.Tensor,
-) -> torch.Tensor:
+def _(_: Maybe, __: Maybe, ___: Maybe, logits: torch.Tensor, *____: Any) -> torch.Tensor:
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs, *output[1:])
+    ctx.want = inputs[7:]
+    ctx.save_for_backward(*inputs[:7], *output[3:])
 
 
-def _operator_backward(ctx: Any, upstream: torch.Tensor, *_: Any) -> Any:
-    return _backward_operator(upstream, *ctx.saved_tensors), None, None
+def _operator_backward(ctx: Any, *gradients: Maybe) -> Any:
+    logits, ids, transforms, summary = _unpacked(ctx.saved_tensors)
+    upstream = [g if wanted else None for g, wanted in zip(gradients[:3], ctx.want, strict=True)]
+    result = _backward_operator(*upstream, logits, ids, *transforms, list(summary), list(ctx.want))
+    return result, *(None,) * 9
 
 
 _operator.register_autograd(_operator_backward, setup_context=_save)
+
+
+@torch.library.custom_op("xlogprobs::rank", mutates_args=())
+def _rank_operator(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    temperature: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    softcap: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    return _rank(logits, ids, Transforms(temperature, scale, softcap, bias, mask))
+
+
+@_rank_operator.register_fake
+def _(_: torch.Tensor, ids: torch.Tensor, *__: Maybe) -> torch.Tensor:
+    return ids.new_empty(ids.shape)
+
+
+@_rank_operator.register_vmap
+def _(info: Any, in_dims: Any, *tensors: Any) -> Any:
+    logits, ids, transforms = _batch_first(info.batch_size, in_dims, *tensors)
+    return _rank_operator(logits, ids, *transforms), 0
+
+
+@torch.library.custom_op("xlogprobs::top_ids", mutates_args=())
+def _top_operator(
+    logits: torch.Tensor,
+    ids: torch.Tensor | None,
+    temperature: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    softcap: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    count: int,
+) -> torch.Tensor:
+    return _top_ids(logits, ids, Transforms(temperature, scale, softcap, bias, mask), count)
+
+
+@_top_operator.register_fake
+def _(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return torch.empty((*logits.shape[:-1], rest[-1]), dtype=torch.int64, device=logits.device)
+
+
+@_top_operator.register_vmap
+def _(info: Any, in_dims: Any, *inputs: Any) -> Any:
+    *tensors, count = inputs
+    logits, ids, transforms = _batch_first(info.batch_size, in_dims, *tensors)
+    return _top_operator(logits, ids, *transforms, count), 0
 
 
 class _normalised:
@@ -287,18 +449,15 @@ def _fresh(logits: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(memory[start : start + memory.size - ALIGNMENT]).view(logits.dtype).view(logits.shape)
 
 
-def _fused(x: torch.Tensor) -> bool:
+def _fused(x: torch.Tensor, transforms: Rows, want: Want) -> bool:
     """Whether these rows go through the fused operator of torch_npu: on an NPU, where nothing compiles."""
-    return x.device.type == "npu" and not compiled.compiles(x.device) and npu.takes(x)
+    return x.device.type == "npu" and not compiled.compiles(x.device) and npu.takes(x, transforms, want)
 
 
-def _sizes(logits: torch.Tensor, ids: torch.Tensor) -> tuple[int, int, int]:
+def _sizes(logits: torch.Tensor, ids: Maybe) -> tuple[int, int, int]:
     """Rows, vocabulary, ids a row."""
-    return logits.shape[:-1].numel(), logits.shape[-1], ids.shape[-1] if ids.ndim == logits.ndim else 1
-
-
-def _arithmetic(logits: torch.Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+    many = 0 if ids is None else ids.shape[-1] if ids.ndim == logits.ndim else 1
+    return logits.shape[:-1].numel(), logits.shape[-1], many
 
 
 def _normal(tensor: torch.Tensor) -> torch.Tensor:
@@ -311,9 +470,62 @@ def _plain(piece: torch.Tensor) -> torch.Tensor:
     return piece.contiguous().as_strided(piece.shape, (piece.shape[1], 1))
 
 
-def _pair(temperature: torch.Tensor | None, rows: int, logits: torch.Tensor) -> Pair | None:
-    pair = None if temperature is None else temperature_pair(xp, _normal(temperature), rows, logits)
-    return pair and (pair[0].to(logits.device), pair[1].to(logits.device))
+def _flat(tensor: Maybe, *shape: int) -> Maybe:
+    return None if tensor is None else _normal(tensor).reshape(shape)
+
+
+def _piece(flat: Maybe, where: slice) -> Maybe:
+    """Of some rows, contiguous."""
+    if flat is None:
+        return None
+    return _plain(flat[where]) if flat.ndim == 2 else flat[where].contiguous()
+
+
+def _rows(logits: torch.Tensor, transforms: Transforms) -> Rows:
+    """The numbers of the rows; bias and mask as they came, without a copy where the strides allow it."""
+    logits, shape = _normal(logits), tuple(logits.shape)
+    rows, narrow = logits.shape[:-1].numel(), logits.dtype != torch.float64
+
+    def number(name: str, tensor: Maybe) -> Any:
+        if tensor is None:
+            return None
+        if tensor.ndim == 0 and tensor.device.type == "cpu":  # read without waiting for a device
+            value = float(tensor)
+            return value if is_valid(name, value, narrow) else float("nan")
+        return tuple(part.to(logits.device) for part in number_pair(xp, name, _normal(tensor), rows, logits))
+
+    def move(row: Any) -> torch.Tensor:
+        return torch.tensor(row, device=logits.device)
+
+    names = ("temperature", "scale", "softcap")
+    numbers = [number(name, tensor) for name, tensor in zip(names, transforms, strict=False)]
+    # in place of the bias, which the compiled functions widen piece by piece, one number stands for its presence
+    has_bias = None if transforms.bias is None else logits.new_zeros(1, dtype=torch.float32)
+    found = rows_of_call(xp, Transforms(*numbers, has_bias, None), shape, logits, move)
+    bias, mask = (
+        None if array is None else over_vocabulary(xp, _normal(array), shape, move)
+        for array in (transforms.bias, transforms.mask)
+    )
+    return found._replace(bias=_once(bias), mask=_once(mask))
+
+
+def _once(shared: Shared | None) -> Shared | None:
+    """Contiguous, where rows share it: copied once and not in every piece."""
+    if shared is None or (shared.row is None and shared.values.ndim == 2):
+        return shared
+    return shared._replace(values=shared.values.contiguous())
+
+
+def _part(transforms: Rows, where: slice) -> Rows:
+    """Those of some rows, contiguous."""
+    part = transforms.of(where)
+    return part._replace(bias=_own(part.bias), mask=_own(part.mask))
+
+
+def _own(shared: Shared | None) -> Shared | None:
+    if shared is None or shared.values.ndim == 1:
+        return shared
+    return shared._replace(values=_plain(shared.values))
 
 
 def _pieces(

@@ -1,8 +1,9 @@
 """How the core's row functions run on a device: which sizes are compiled, and what stands in where nothing compiles.
 
-Dynamo keeps at most eight graphs a code object and then falls back to eager in silence. So each (function, V, dtype,
-options, rows) has a code object of its own, and every input is normalised before it: two dimensions, contiguous, ids
-int64, detached, grad mode, autocast and inference mode off. What else Dynamo would guard a graph on is global state
+Dynamo keeps at most eight graphs a code object and then falls back to eager in silence. So each (function, form of its
+arguments, rows) has a code object of its own; the form is which arguments are there, their dtypes, and their shapes but
+for the rows. Every input is normalised before it: two dimensions, contiguous, ids int64, detached, grad mode, autocast
+and inference mode off. What else Dynamo would guard a graph on is global state
 that the core does not read; the number of threads, which Inductor writes into its code, is part of the key.
 
 On a CPU the row count of a graph is fixed: with a dynamic one, Inductor no longer fuses the maximum and the sum of a
@@ -16,20 +17,21 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import array_api_compat.torch as xp
 import torch
 
-from xlogprobs.accurate import Pair
-from xlogprobs.backend import logprob_rows
-from xlogprobs.gradient import gradient
-from xlogprobs.summary import Layout, Primitives, Summary, sum_exp, summarize
+from xlogprobs.backend import order_of_rows, points, rank_of_rows, statistics_of_rows
+from xlogprobs.contract import Want
+from xlogprobs.gradient import Upstream, gradient
+from xlogprobs.summary import Layout, Primitives, Summary, summarize
+from xlogprobs.transforms import Rows, Shared, key, numbers
 from xlogprobs_torch import npu
 from xlogprobs_torch.exponential import exp_of_nonpositive
 
 PIECE, LARGE, SMALL = 1 << 23, 256, 8  # entries and rows of the largest piece on a CPU, rows of the middle one
+BLOCK = 64  # entries whose largest is found first, on the way to the largest of a row
 MOST_ROWS = 1 << 16  # of a piece in eager code: a small vocabulary's piece ends there
 GLOBAL_GUARDS = frozenset(
     {
@@ -43,10 +45,10 @@ GLOBAL_GUARDS = frozenset(
 )
 NO_FLOAT64 = frozenset({"mps", "npu"})
 
-Rows = Callable[..., Any]
+Function = Callable[..., Any]
 
 _lock = threading.RLock()
-_compiled: dict[tuple[Any, ...], Rows] = {}
+_compiled: dict[tuple[Any, ...], Function] = {}
 _without_compiler: set[str] = set()
 
 
@@ -105,6 +107,17 @@ def row_numbers(_: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.arange(x.shape[0], device=x.device)  # the array API's compares the count, which a graph does not know
 
 
+def top(_: Any, order: torch.Tensor, count: int) -> torch.Tensor:
+    """torch.topk leaves the order of equal entries open. What it finds the smallest of the largest to be, is exact: the
+    columns are then those above it and the first that equal it, found as the largest of a number of each column."""
+    vocab = order.shape[1]
+    least = order.topk(count).values[:, -1:]
+    backwards = torch.arange(vocab, 0, -1, dtype=torch.int32, device=order.device)
+    columns = torch.where(order > least, backwards + vocab, torch.where(order == least, backwards, 0)).topk(count).indices
+    values = order.gather(1, columns) + 0.0  # a sort by bits would put -0.0 after 0.0
+    return columns.gather(1, values.sort(dim=1, descending=True, stable=True).indices)
+
+
 def exp(_: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.exp(x)
 
@@ -127,8 +140,8 @@ def primitives(device: torch.device, dtype: torch.dtype) -> Primitives:
         take=take,
         window=window,
         exp=chosen,
-        sum_exp=partial(sum_exp, exp=chosen),
         row_numbers=row_numbers,
+        top=top,
     )
 
 
@@ -160,91 +173,158 @@ def pieces(rows: int, vocab: int, device: torch.device, overlap: bool) -> Iterat
             yield from (slice(row, row + 1) for row in range(first, rows))
 
 
-def forward(x: torch.Tensor, ids: torch.Tensor, temperature: Pair | None) -> tuple[torch.Tensor, Summary]:
-    """Log-probabilities (N, K) and summaries of contiguous rows (N, V)."""
-    result: tuple[torch.Tensor, Summary] = _run(_forward, x, ids, temperature)
+def forward(x: torch.Tensor, ids: torch.Tensor | None, transforms: Rows, want: Want) -> tuple[Any, ...]:
+    """Of contiguous rows (N, V): logprob, entropy, lse, and the summaries' max, bias, rest and moment."""
+    result: tuple[Any, ...] = _run(_forward, x, ids, transforms, want)
     return result
 
 
 def backward(
     x: torch.Tensor,
-    ids: torch.Tensor,
-    upstream: torch.Tensor,
+    ids: torch.Tensor | None,
+    upstream: Upstream,
     summary: Summary,
-    temperature: Pair | None,
+    transforms: Rows,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     """Writes the gradient into contiguous ``out`` (N, V) of the dtype of the rows; into the rows where it is None."""
     if out is None:
-        columns, at_columns = _run(_backward_in_place, x, ids, upstream, summary, temperature)
+        columns, at_columns = _run(_backward_in_place, x, ids, upstream, summary, transforms)
+        out = x
     else:
-        columns, at_columns = _run(_backward, x, ids, out, upstream, summary, temperature)
-    out = x if out is None else out
+        columns, at_columns = _run(_backward, x, ids, upstream, summary, transforms, out)
+    if columns is None:
+        return out
     # not scatter_, which copies all of a half-precision array to float32 and back
     return out.index_put_((row_numbers(xp, out)[:, None], columns), at_columns)
 
 
-def summary(x: torch.Tensor, temperature: Pair | None) -> Summary:
+def rank(x: torch.Tensor, ids: torch.Tensor, transforms: Rows) -> torch.Tensor:
+    """(N, K)"""
+    result: torch.Tensor = _run(_rank, x, ids, transforms)
+    return result
+
+
+def top_ids(x: torch.Tensor, ids: torch.Tensor | None, transforms: Rows, count: int) -> torch.Tensor:
+    """(N, count), from the largest of each block.
+
+    The first ``count`` entries, largest first and equal ones by column, lie in the first ``count`` blocks, ordered by
+    their largest alike: any other block has ``count`` blocks before it, and in each an entry that comes before all of
+    its own.
+    """
+    largest, ordered = _run(_largest_of_blocks, x, ids, transforms)
+    blocks = top(xp, largest, min(count, largest.shape[1])).sort(-1).values
+    columns = (blocks[:, :, None] * BLOCK + torch.arange(BLOCK, device=x.device)).flatten(1)
+    columns, vocab = columns[:, : x.shape[1]], x.shape[1]
+    order = _order_at(x, columns.clamp_max(vocab - 1), transforms)
+    order = torch.where(ordered[:, None] & (columns < vocab), order, -float("inf"))
+    found = columns.gather(1, top(xp, order, count))
+    return torch.where(ordered[:, None], found, -1)
+
+
+def summary(x: torch.Tensor, transforms: Rows) -> Summary:
     """Summaries of rows (N, V), eagerly."""
-    return summarize(x, temperature, layout(x.shape[1], x.device), primitives(x.device, x.dtype))
+    return summarize(x, _widened(transforms, x), layout(x.shape[1], x.device), primitives(x.device, x.dtype))
 
 
-def _forward(x: torch.Tensor, ids: torch.Tensor, temperature: Pair | None) -> tuple[torch.Tensor, Summary]:
-    return logprob_rows(x, ids, temperature, layout(x.shape[1], x.device), primitives(x.device, x.dtype))
+def _widened(transforms: Rows, x: torch.Tensor) -> Rows:
+    """With the bias in the arithmetic type."""
+    if transforms.bias is None:
+        return transforms
+    values, row = transforms.bias
+    return transforms._replace(bias=Shared(values.to(torch.float64 if x.dtype == torch.float64 else torch.float32), row))
+
+
+def _forward(x: torch.Tensor, ids: torch.Tensor | None, transforms: Rows, want: Want) -> tuple[Any, ...]:
+    prim = primitives(x.device, x.dtype)
+    statistics, summary = statistics_of_rows(
+        x, ids, _widened(transforms, x), layout(x.shape[1], x.device), prim, want
+    )
+    return *statistics, summary.max, summary.bias, summary.rest, summary.moment
 
 
 def _backward(
     x: torch.Tensor,
-    ids: torch.Tensor,
-    out: torch.Tensor,
-    upstream: torch.Tensor,
+    ids: torch.Tensor | None,
+    upstream: Upstream,
     summary: Summary,
-    temperature: Pair | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    found = gradient(x, ids, upstream, summary, temperature, primitives(x.device, x.dtype))
+    transforms: Rows,
+    out: torch.Tensor,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    found = gradient(x, ids, upstream, summary, _widened(transforms, x), primitives(x.device, x.dtype))
     out.copy_(found.row)
-    return found.columns, found.at_columns.to(x.dtype)
+    return found.columns, None if found.at_columns is None else found.at_columns.to(x.dtype)
 
 
 def _backward_in_place(
-    x: torch.Tensor, ids: torch.Tensor, upstream: torch.Tensor, summary: Summary, temperature: Pair | None
+    x: torch.Tensor, ids: torch.Tensor | None, upstream: Upstream, summary: Summary, transforms: Rows
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return _backward(x, ids, upstream, summary, transforms, x)
+
+
+def _rank(x: torch.Tensor, ids: torch.Tensor, transforms: Rows) -> torch.Tensor:
+    return rank_of_rows(x, ids, _widened(transforms, x), primitives(x.device, x.dtype))
+
+
+def _largest_of_blocks(
+    x: torch.Tensor, ids: torch.Tensor | None, transforms: Rows
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _backward(x, ids, x, upstream, summary, temperature)
+    order, ordered = order_of_rows(x, ids, _widened(transforms, x), primitives(x.device, x.dtype))
+    order = torch.where(ordered[:, None], order, 0)
+    whole = x.shape[1] // BLOCK * BLOCK
+    largest = [order[:, :whole].unflatten(1, (-1, BLOCK)).amax(-1)] if whole else []
+    if whole < x.shape[1]:
+        largest.append(order[:, whole:].amax(-1, keepdim=True))
+    return torch.cat(largest, 1), ordered
 
 
-def _run(function: Rows, x: torch.Tensor, ids: torch.Tensor, *rest: Any) -> Any:
+def _order_at(x: torch.Tensor, columns: torch.Tensor, transforms: Rows) -> torch.Tensor:
+    """What orders the entries at columns (N, any)."""
+    prim, transforms = primitives(x.device, x.dtype), _widened(transforms, x)
+    at = points(x, columns, transforms, prim)
+    return key(prim, at._replace(value=widen(xp, at.value)), numbers(transforms).map(lambda number: number[:, None]))
+
+
+def _run(function: Function, x: torch.Tensor, *rest: Any) -> Any:
     device = x.device
     if not compiles(device):
-        return function(x, ids, *rest)
+        return function(x, *rest)
     fixed = policy(device.type).fixed_rows
-    has_temperature = rest[-1] is not None
+    if not fixed:
+        _any_rows((x, *rest))
     key = (
-        function.__name__, device.type, x.shape[1], x.dtype, ids.shape[1], has_temperature,
+        function.__name__, device.type, _form((x, *rest)),
         x.shape[0] if fixed else None, torch.get_num_threads() if device.type == "cpu" else None,
     )  # fmt: skip
-    arguments = _any_rows(fixed, x, ids, *rest)
     graph = _compiled.get(key)
     if graph is not None:
-        return graph(*arguments)
+        return graph(x, *rest)
     with _lock:  # one thread compiles, the others of a first call together wait for it
         if key not in _compiled:
             graph = _compile(function, device.type)
             try:
                 with warnings.catch_warnings():  # a deprecation inside the compiler is no failure of it
                     warnings.simplefilter("ignore")
-                    result = graph(*arguments)
+                    result = graph(x, *rest)
             except Exception as error:
-                result = function(*arguments)  # an error of the call itself, and not of its compilation, shows here
+                result = function(x, *rest)  # an error of the call itself, and not of its compilation, shows here
                 _without_compiler.add(device.type)
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 warnings.warn(f"xlogprobs runs eagerly on {device.type}: {reason}", RuntimeWarning, stacklevel=2)
                 return result
             _compiled[key] = graph
             return result
-    return _compiled[key](*arguments)
+    return _compiled[key](x, *rest)
 
 
-def _compile(function: Rows, device_type: str) -> Rows:
+def _form(argument: Any) -> Any:
+    """What a graph depends on but the rows, which are the first axis."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.shape[1:]
+    return tuple(map(_form, argument)) if isinstance(argument, tuple) else argument
+
+
+def _compile(function: Function, device_type: str) -> Function:
     backend = (npu.compiler() if device_type == "npu" else None) or "inductor"
     options: dict[str, Any] = {}
     if hasattr(torch.compiler, "skip_guard_on_globals_unsafe"):
@@ -265,18 +345,18 @@ def _without_global_guards(guards: list[Any]) -> list[bool]:
     return [guard.guard_type not in GLOBAL_GUARDS for guard in guards]
 
 
-def _own_code(function: Rows) -> Rows:
+def _own_code(function: Function) -> Function:
     """The same function with a code object that no other graph counts against."""
     code = function.__code__
     return types.FunctionType(code.replace(co_name=code.co_name), function.__globals__, code.co_name)
 
 
-def _any_rows(fixed: bool, *arguments: Any) -> tuple[Any, ...]:
+def _any_rows(argument: Any) -> None:
     """Marks the row dimension, where a graph should take any number of rows."""
-    if not fixed:
-        for argument in arguments:
-            tensors = [argument] if isinstance(argument, torch.Tensor) else [*(argument or ())]
-            for tensor in tensors:
-                if tensor is not None:
-                    torch._dynamo.decorators.mark_unbacked(tensor, 0)
-    return arguments
+    if isinstance(argument, Shared) and argument.values.ndim == 1:
+        return  # its first dimension is the vocabulary
+    if isinstance(argument, tuple):
+        for each in argument:
+            _any_rows(each)
+    elif isinstance(argument, torch.Tensor):
+        torch._dynamo.decorators.mark_unbacked(argument, 0)

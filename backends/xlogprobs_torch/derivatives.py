@@ -1,96 +1,121 @@
-"""The derivatives as torch operations, which torch can differentiate again, run forward, or vectorise.
+"""The statistics as plain torch operations, which torch can differentiate, run forward, or vectorise, to any order.
 
-For double backward, forward mode and torch.func: they hold several arrays of the size of the logits.
+For double backward, forward mode and torch.func: they hold several arrays of the size of the logits. Where an entry has
+no share, it is replaced before anything that could be infinite or NaN is computed of it, so that its derivatives are 0.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from xlogprobs.contract import IGNORED, INVALID
+from xlogprobs.backend import Statistics
+from xlogprobs.contract import IGNORED, INVALID, Transforms, Want
+from xlogprobs.gradient import Upstream
 
 
-class Rows(NamedTuple):
-    """What both directions need of each position."""
+def statistics(
+    logits: torch.Tensor, ids: torch.Tensor | None, transforms: Transforms, want: Want
+) -> Statistics:
+    """The statistics themselves, to the accuracy of torch.log_softmax."""
+    many = None if ids is None else ids if ids.ndim == logits.ndim else ids.unsqueeze(-1)
+    x = logits if logits.dtype == torch.float64 else logits.float()
+    active = None if many is None else (many != IGNORED).any(-1, keepdim=True)
+    z, base = _transformed(x if active is None else torch.where(active, x, 0), transforms)
+    log_p = z.log_softmax(-1)
+    logprob = entropy = lse = None
+    if want.logprob and ids is not None and many is not None:
+        factor = torch.where(many == IGNORED, 0.0, torch.where(many == INVALID, float("nan"), 1.0)).to(x.dtype)
+        found = log_p.gather(-1, many.clamp_min(0))
+        logprob = torch.where(factor == 0, 0, found * factor).view(ids.shape)
+    if want.entropy:
+        gone = log_p == -float("inf")
+        held = torch.where(gone, 0, log_p)
+        entropy = -torch.where(gone, 0, held.exp() * held).sum(-1)
+    if want.lse:
+        lse = z.logsumexp(-1) + base
+    if active is not None:
+        entropy, lse = (None if each is None else torch.where(active[..., 0], each, 0) for each in (entropy, lse))
+    return Statistics(logprob, entropy, lse)
 
-    shifted: torch.Tensor
-    """(..., V) x - m, 0 where not held."""
-    p: torch.Tensor
-    """(..., V) softmax(x / T)."""
-    columns: torch.Tensor
-    """(..., K) in [0, V)."""
-    factor: torch.Tensor
-    """(..., K) 1 for an id, 0 for an ignored one, NaN for an invalid one."""
-    held: torch.Tensor
-    """(..., V) not ignored, and not -inf in a row that has a finite entry."""
 
-
-def logprobs(logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
-    """The log-probabilities themselves, to the accuracy of torch.log_softmax."""
-    rows = _rows(logits, ids, temperature)
-    z = rows.shifted if temperature is None else rows.shifted / _scale(temperature, rows.p)
-    found = torch.where(rows.held, z, -float("inf")).log_softmax(-1).gather(-1, rows.columns)
-    return torch.where(rows.factor == 0, 0, found * rows.factor).view(ids.shape)
+def _transformed(x: torch.Tensor, transforms: Transforms) -> tuple[torch.Tensor, torch.Tensor]:
+    """z (..., V) less a number of each position (...), and that number."""
+    temperature, scale, softcap = (None if t is None else _column(t, x) for t in transforms[:3])
+    kept = x != -float("inf")
+    if transforms.mask is not None:
+        kept = kept & transforms.mask
+    top = torch.where(kept, x, -float("inf")).detach().amax(-1, keepdim=True)
+    kept = kept | (top == -float("inf"))  # a row without a distribution has no derivative but NaN
+    z, base = torch.where(kept, x, top), torch.zeros_like(top)
+    if softcap is None:  # nothing is lost of a common offset
+        z, base = z - top, top
+    if scale is not None:
+        z, base = z * scale, base * scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    if transforms.bias is not None:
+        z = z + transforms.bias.to(x.dtype)
+    if temperature is not None:
+        z, base = z / temperature, base / temperature
+    return torch.where(kept, z, -float("inf")), base[..., 0]
 
 
 def gradient(
-    logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor | None, upstream: torch.Tensor
+    logits: torch.Tensor, ids: torch.Tensor | None, transforms: Transforms, upstream: Upstream
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gradients of ``sum(upstream * logprobs)`` with respect to the logits and the temperature.
-
-    With z = x / T: dz = (sum of g_k over the ids at v) - G p_v, dx = dz / T, dT = -sum_v dz_v (x_v - m) / T^2.
-    """
-    rows = _rows(logits, ids, temperature)
-    scored = torch.where(rows.factor == 0, 0, _many(logits, upstream, ids) * rows.factor)
-    dz = torch.zeros_like(rows.p).scatter_add(-1, rows.columns, scored) - scored.sum(-1, keepdim=True) * rows.p
-    dz = torch.where(rows.held, dz, 0)
-    if temperature is None:
-        return dz.to(logits.dtype), None
-    scale = _scale(temperature, rows.p)
-    dt = -(dz / scale * (rows.shifted / scale)).sum(-1)
-    dt = dt if temperature.ndim else dt.sum()
-    return (dz / scale).to(logits.dtype), dt.to(temperature.dtype)
+    """Gradients of ``sum(upstream * statistics)`` with respect to the logits and the temperature."""
+    want = Want(*(each is not None for each in upstream))
+    function, primals = _of(logits, ids, transforms, want, True, _is_real(transforms.temperature))
+    found = torch.func.vjp(function, *primals)[1](tuple(each for each in upstream if each is not None))
+    return found[0], found[1] if len(found) > 1 else None
 
 
 def tangent(
     logits: torch.Tensor,
-    ids: torch.Tensor,
-    temperature: torch.Tensor | None,
+    ids: torch.Tensor | None,
+    transforms: Transforms,
+    want: Want,
     logits_tangent: torch.Tensor | None,
     temperature_tangent: torch.Tensor | None,
-) -> torch.Tensor:
-    """Change of the log-probabilities (shape of ids): dz at the id less the mean of dz under p."""
-    rows = _rows(logits, ids, temperature)
-    dz = torch.zeros_like(rows.p) if logits_tangent is None else logits_tangent.to(rows.p.dtype)
-    if temperature is not None:
-        scale = _scale(temperature, rows.p)
-        if temperature_tangent is not None:
-            dz = dz - rows.shifted / scale * _scale(temperature_tangent, rows.p)
-        dz = dz / scale
-    dz = torch.where(rows.held, dz, 0)
-    change = dz.gather(-1, rows.columns) - (rows.p * dz).sum(-1, keepdim=True)
-    return torch.where(rows.factor == 0, 0, change * rows.factor).view(ids.shape)
+) -> tuple[torch.Tensor | None, ...]:
+    """Changes of the statistics, None where not wanted.
+
+    The gradients are linear in their upstream, and the transpose of that map takes the tangents to the changes: torch
+    enters no forward mode inside its forward mode.
+    """
+    tangents = [each for each in (logits_tangent, temperature_tangent) if each is not None]
+    function, primals = _of(logits, ids, transforms, want, logits_tangent is not None, temperature_tangent is not None)
+    outputs, pull = torch.func.vjp(function, *primals)
+    _, push = torch.func.vjp(pull, tuple(torch.zeros_like(each) for each in outputs))
+    changes = iter(push(tuple(tangents))[0])
+    return tuple(next(changes) if wanted else None for wanted in want)
 
 
-def _rows(logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor | None) -> Rows:
-    x = logits if logits.dtype == torch.float64 else logits.float()
-    many = _many(logits, ids, ids)
-    active = (many != IGNORED).any(-1, keepdim=True)
-    top = torch.where(active, x, 0).detach().amax(-1, keepdim=True)
-    held = active & ((x != -float("inf")) | (top == -float("inf")))
-    shifted = torch.where(held, x - top, 0)
-    z = shifted if temperature is None else shifted / _scale(temperature, x)
-    p = torch.where(held, z, -float("inf")).softmax(-1)
-    factor = torch.where(many == IGNORED, 0.0, torch.where(many == INVALID, float("nan"), 1.0)).to(x.dtype)
-    return Rows(shifted, torch.where(active, p, 0), many.clamp_min(0), factor, held)
+def _of(
+    logits: torch.Tensor,
+    ids: torch.Tensor | None,
+    transforms: Transforms,
+    want: Want,
+    by_logits: bool,
+    by_temperature: bool,
+) -> tuple[Callable[..., tuple[torch.Tensor, ...]], list[Any]]:
+    """The wanted statistics as a function of the logits, the temperature or both, and where it is taken."""
+
+    def function(*primals: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = iter(primals)
+        x = next(given) if by_logits else logits
+        by = transforms._replace(temperature=next(given)) if by_temperature else transforms
+        return tuple(each for each in statistics(x, ids, by, want) if each is not None)
+
+    return function, [*([logits] if by_logits else []), *([transforms.temperature] if by_temperature else [])]
 
 
-def _many(logits: torch.Tensor, tensor: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """A tensor of the shape of the ids with K last."""
-    return tensor if ids.ndim == logits.ndim else tensor.unsqueeze(-1)
+def _is_real(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.is_floating_point()
 
 
-def _scale(temperature: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _column(number: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """One number, or one per position, against (..., V)."""
-    scale = temperature.to(like.dtype)
-    return scale.unsqueeze(-1) if scale.ndim else scale.reshape((1,) * like.ndim)
+    number = number.to(like.dtype)
+    return number.unsqueeze(-1) if number.ndim else number.reshape((1,) * like.ndim)

@@ -16,7 +16,8 @@ import array_api_compat.torch as xp
 import torch
 
 from xlogprobs.accurate import Pair, difference, divide, two_sum
-from xlogprobs.contract import IGNORED, INVALID
+from xlogprobs.contract import IGNORED, INVALID, Want
+from xlogprobs.transforms import PLAIN, Rows
 
 
 @functools.cache
@@ -47,9 +48,10 @@ def execution() -> str:
     return "torch_npu.npu_cross_entropy_loss" if fused_operator() is not None else "eager"
 
 
-def takes(x: torch.Tensor) -> bool:
-    """Whether the fused operator is there for rows of this dtype."""
-    return fused_operator() is not None and x.dtype != torch.float64
+def takes(x: torch.Tensor, transforms: Rows, want: Want) -> bool:
+    """Whether the fused operator is there for rows of this dtype, and gives what is wanted of them."""
+    plain = transforms._replace(temperature=None) == PLAIN and want == Want()
+    return plain and fused_operator() is not None and x.dtype != torch.float64
 
 
 def fused_logprobs(x: torch.Tensor, ids: torch.Tensor, temperature: Pair | None) -> torch.Tensor:

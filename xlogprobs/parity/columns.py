@@ -1,4 +1,4 @@
-"""The matrix's columns: each way to compute log-probabilities, from NumPy arrays to NumPy arrays."""
+"""The matrix's columns: each way to compute a quantity, from NumPy arrays to NumPy arrays."""
 
 import types
 from collections.abc import Callable, Iterator
@@ -10,28 +10,27 @@ from typing import Any
 import numpy as np
 
 from xlogprobs.accurate import Array
-from xlogprobs.api import logprobs
 from xlogprobs.backend import ArrayApiBackend, load
 from xlogprobs.parity.distributions import REAL_VOCAB, Case, absent
+from xlogprobs.parity.quantities import GRADIENTS, Inputs, computed
 
 PEER_VOCABS = (50257, 151936, REAL_VOCAB)
 
 
 @dataclass(frozen=True)
 class Column:
-    """One way to compute log-probabilities: a backend, how it runs, and on which device.
+    """One way to compute a quantity: a backend, how it runs, and on which device.
 
-    ``compute(column, logits, ids, temperature)`` takes and returns NumPy arrays. A peer is another library's
-    formula, shown for comparison and bound by nothing.
+    ``compute(column, quantity, inputs)`` takes and returns NumPy arrays; of a gradient, that of the logits. A peer is
+    another library's formula of log-probabilities, shown for comparison and bound by nothing.
     """
 
     backend: str
     execution: str
     device: str
-    compute: Callable[["Column", Array, Array, float], Array] = field(repr=False)
+    compute: Callable[["Column", str, Inputs], Array] = field(repr=False)
     peer: bool = False
-    differentiate: Callable[["Column", Array, Array, Array, float], Array] | None = field(default=None, repr=False)
-    """``(column, logits, ids, upstream, temperature)`` to the gradient of the logits."""
+    differentiable: bool = False
 
     def __str__(self) -> str:
         return f"{self.backend} {self.execution} {self.device}"
@@ -51,21 +50,17 @@ class Column:
         """Why this column cannot take this case though it runs here, or None."""
         if self.backend == "array-api-strict" and case.dtype in ("float16", "bfloat16"):
             return f"not run: array-api-strict has no {case.dtype}"
-        if case.quantity == "gradient" and self.differentiate is None:
+        if case.quantity in GRADIENTS and not self.differentiable:
             return f"not run: {self.backend} {self.execution} has no gradients"
+        if self.peer and (case.quantity != "logprob" or case.transforms):
+            return f"not run: {self.backend} has no {case.title} {' '.join(case.transforms)}".rstrip()
         if self.peer and (case.vocab not in PEER_VOCABS or len(case.shape) != 1 or case.ids_per_position):
             return "not run: peers are shown for flat batches of large vocabularies"
         return None
 
-    def run(self, logits: Array, ids: Array, temperature: float = 1.0) -> Array:
-        """Log-probabilities of NumPy ``logits`` and ``ids``, computed this column's way, as a NumPy array."""
-        return self.compute(self, logits, ids, temperature)
-
-    def gradient(self, logits: Array, ids: Array, upstream: Array, temperature: float = 1.0) -> Array:
-        """The gradient of the logits for NumPy ``upstream`` gradients, as a NumPy array of the logits' dtype."""
-        if self.differentiate is None:
-            raise ValueError(f"{self} has no gradients")
-        return self.differentiate(self, logits, ids, upstream, temperature)
+    def run(self, quantity: str, inputs: Inputs) -> Array:
+        """``quantity`` of NumPy ``inputs``, computed this column's way, as a NumPy array."""
+        return self.compute(self, quantity, inputs)
 
 
 def _torch_lacks(device: str, *, compiled: bool) -> str | None:
@@ -92,39 +87,36 @@ def _jax_lacks(device: str) -> str | None:
     return None
 
 
-def _generic(logits: Array, ids: Array, temperature: float) -> Array:
-    return logprobs(logits, ids, temperature=temperature, _backend=ArrayApiBackend())
+def _options(column: Column, inputs: Inputs) -> dict[str, Any]:
+    return inputs.numbers | ({"_backend": ArrayApiBackend()} if column.execution == "array-api" else {})
 
 
-def _library(logits: Array, ids: Array, temperature: float) -> Array:
-    return logprobs(logits, ids, temperature=temperature)
-
-
-def _with_strict(column: Column, logits: Array, ids: Array, temperature: float) -> Array:
+def _with_strict(column: Column, quantity: str, inputs: Inputs) -> Array:
     import array_api_strict as xp
 
-    return np.asarray(_generic(xp.asarray(logits), xp.asarray(ids), temperature))
+    arrays = {name: xp.asarray(array) for name, array in inputs.arrays.items()}
+    return np.asarray(computed(quantity, **arrays, **_options(column, inputs)))
 
 
-def _with_numpy(column: Column, logits: Array, ids: Array, temperature: float) -> Array:
-    return np.asarray((_generic if column.execution == "array-api" else _library)(logits, ids, temperature))
+def _with_numpy(column: Column, quantity: str, inputs: Inputs) -> Array:
+    return np.asarray(computed(quantity, **inputs.arrays, **_options(column, inputs)))
 
 
-def _with_torch(column: Column, logits: Array, ids: Array, temperature: float) -> Array:
-    x, targets = torch_array(logits, column.device), torch_array(ids, column.device)
-    with _execution(column):
-        out = (_generic if column.execution == "array-api" else _library)(x, targets, temperature)
-    return out.cpu().numpy()
-
-
-def _torch_gradient(column: Column, logits: Array, ids: Array, upstream: Array, temperature: float) -> Array:
+def _with_torch(column: Column, quantity: str, inputs: Inputs) -> Array:
     import torch
 
-    x, targets, g = (torch_array(array, column.device) for array in (logits, ids, upstream))
+    arrays = {name: torch_array(array, column.device) for name, array in inputs.arrays.items()}
+    options = _options(column, inputs)
     with _execution(column):
-        (found,) = torch.autograd.grad(_library(x.requires_grad_(), targets, temperature), x, g)
+        if quantity not in GRADIENTS:
+            return computed(quantity, **arrays, **options).cpu().numpy()
+        x = arrays["logits"].requires_grad_()
+        upstream = [torch_array(g, column.device) for g in inputs.upstream]
+        (found,) = torch.autograd.grad(computed(quantity, **arrays, **options), x, upstream)
     found = found.cpu()
-    return found.view(torch.uint16).numpy().view(logits.dtype) if found.dtype == torch.bfloat16 else found.numpy()
+    if found.dtype == torch.bfloat16:
+        return found.view(torch.uint16).numpy().view(inputs.arrays["logits"].dtype)
+    return found.numpy()
 
 
 @contextmanager
@@ -147,41 +139,35 @@ def torch_array(array: Array, device: str = "cpu") -> Array:
     return torch.tensor(array).to(device)
 
 
-def _with_jax(column: Column, logits: Array, ids: Array, temperature: float) -> Array:
+def _with_jax(column: Column, quantity: str, inputs: Inputs) -> Array:
     import jax
 
     device = jax.devices(column.device)[0]
-    with jax.enable_x64(True) if logits.dtype == np.float64 else nullcontext():
-        x, targets = jax.device_put(logits, device), jax.device_put(ids, device)
+    with jax.enable_x64(True) if inputs.arrays["logits"].dtype == np.float64 else nullcontext():
+        arrays, upstream = jax.device_put((inputs.arrays, inputs.upstream), device)
         if column.execution == "user's jit":
-            return np.asarray(_jitted(temperature)(x, targets))
+            return np.asarray(_jitted(quantity, tuple(inputs.numbers.items()))(arrays, upstream))
         with jax.disable_jit() if column.execution == "eager" else nullcontext():
-            return np.asarray(_library(x, targets, temperature))
+            return np.asarray(_in_jax(quantity, inputs.numbers, arrays, upstream))
 
 
-def _jax_gradient(column: Column, logits: Array, ids: Array, upstream: Array, temperature: float) -> Array:
+def _in_jax(quantity: str, numbers: dict[str, float], arrays: dict[str, Array], upstream: tuple[Array, ...]) -> Array:
+    if quantity not in GRADIENTS:
+        return computed(quantity, **arrays, **numbers)
     import jax
 
-    device = jax.devices(column.device)[0]
-    with jax.enable_x64(True) if logits.dtype == np.float64 else nullcontext():
-        x, targets, g = (jax.device_put(array, device) for array in (logits, ids, upstream))
-        if column.execution == "user's jit":
-            return np.asarray(_jitted(temperature, gradient=True)(x, targets, g))
-        with jax.disable_jit() if column.execution == "eager" else nullcontext():
-            return np.asarray(_pullback(x, targets, g, temperature=temperature))
+    def of_logits(x: Array) -> Array:
+        found = computed(quantity, **arrays | {"logits": x}, **numbers)
+        return found if isinstance(found, tuple) else (found,)
 
-
-def _pullback(x: Array, ids: Array, upstream: Array, temperature: float) -> Array:
-    import jax
-
-    return jax.vjp(lambda x: _library(x, ids, temperature), x)[1](upstream)[0]
+    return jax.vjp(of_logits, arrays["logits"])[1](upstream)[0]
 
 
 @cache
-def _jitted(temperature: float, *, gradient: bool = False) -> Any:
+def _jitted(quantity: str, numbers: tuple[tuple[str, float], ...]) -> Any:
     import jax
 
-    return jax.jit(partial(_pullback if gradient else _library, temperature=temperature))
+    return jax.jit(partial(_in_jax, quantity, dict(numbers)))
 
 
 def _log_softmax(x: Array, ids: Array, temperature: float) -> Array:
@@ -202,26 +188,27 @@ def _compiled_peer(formula: Callable[..., Array], vocab: int, dtype: str) -> Any
     return torch.compile(types.FunctionType(formula.__code__.replace(), formula.__globals__))
 
 
-def _with_peer(formula: Callable[..., Array], column: Column, logits: Array, ids: Array, temperature: float) -> Array:
+def _with_peer(formula: Callable[..., Array], column: Column, quantity: str, inputs: Inputs) -> Array:
+    logits, ids = inputs.arrays["logits"], inputs.arrays["ids"]
     x = torch_array(logits, column.device)
     wide = x if logits.dtype == np.float64 else x.float()
     compiled = _compiled_peer(formula, logits.shape[-1], logits.dtype.name)
-    return compiled(wide, torch_array(ids, column.device), temperature).cpu().numpy()
+    return compiled(wide, torch_array(ids, column.device), inputs.numbers["temperature"]).cpu().numpy()
 
 
 COLUMNS = (
     Column("array-api-strict", "eager", "cpu", _with_strict),
     Column("numpy", "eager", "cpu", _with_numpy),
     Column("numpy", "array-api", "cpu", _with_numpy),
-    Column("torch", "eager", "cpu", _with_torch, differentiate=_torch_gradient),
-    Column("torch", "compiled", "cpu", _with_torch, differentiate=_torch_gradient),
+    Column("torch", "eager", "cpu", _with_torch, differentiable=True),
+    Column("torch", "compiled", "cpu", _with_torch, differentiable=True),
     Column("torch", "array-api", "cpu", _with_torch),
-    Column("jax", "eager", "cpu", _with_jax, differentiate=_jax_gradient),
-    Column("jax", "compiled", "cpu", _with_jax, differentiate=_jax_gradient),
-    Column("jax", "user's jit", "cpu", _with_jax, differentiate=_jax_gradient),
-    Column("torch", "compiled", "cuda", _with_torch, differentiate=_torch_gradient),
-    Column("torch", "compiled", "npu", _with_torch, differentiate=_torch_gradient),
-    Column("jax", "compiled", "gpu", _with_jax, differentiate=_jax_gradient),
+    Column("jax", "eager", "cpu", _with_jax, differentiable=True),
+    Column("jax", "compiled", "cpu", _with_jax, differentiable=True),
+    Column("jax", "user's jit", "cpu", _with_jax, differentiable=True),
+    Column("torch", "compiled", "cuda", _with_torch, differentiable=True),
+    Column("torch", "compiled", "npu", _with_torch, differentiable=True),
+    Column("jax", "compiled", "gpu", _with_jax, differentiable=True),
 )
 PEERS = (
     Column("torch log_softmax", "compiled", "cpu", partial(_with_peer, _log_softmax), peer=True),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from xlogprobs.accurate import Array
+from xlogprobs.parity.quantities import GRADIENTS, INTEGERS, STATISTICS, Inputs
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 VOCABS = (1, 7, 130, 2049, 32768, 50257, 151936)
@@ -22,12 +23,25 @@ DISTRIBUTIONS = (
     "offset 1e4",
     "masked",
     "heavy-tailed",
+    "ties",
     "NaN and +inf",
 )
 REAL = "SmolLM2"
 REAL_VOCAB = 49152
 GRADIENT_DISTRIBUTIONS = ("normal 3", "peaked", "offset 1e4", "masked", REAL)
 GRADIENT_VOCABS = (7, 50257, REAL_VOCAB)
+STATISTIC_DISTRIBUTIONS = ("normal 3", "peaked", "ties", "offset 1e4", "masked", "NaN and +inf")
+TRANSFORMED = (
+    # temperature, transforms, distribution
+    (0.6, (), "peaked"),
+    (1.0, ("softcap 30",), "normal 10"),
+    (0.6, ("softcap 30",), "offset 1e4"),
+    (1.0, ("mask",), "peaked"),
+    (0.6, ("top-k mask",), "ties"),
+    (1.0, ("bias",), "peaked"),
+    (1.0, ("scale 0.25",), "normal 10"),
+    (0.6, ("scale -2", "softcap 30", "bias", "mask"), "normal 10"),
+)
 REAL_FILE = Path(__file__).resolve().parents[2] / "tests" / "data" / "smollm2.safetensors"
 
 
@@ -42,18 +56,27 @@ class Case:
     temperature: float = 1.0
     ids_per_position: int | None = None
     quantity: str = "logprob"
-    """What is computed of it: "logprob", or "gradient", of the logits, for the upstream gradients of `upstream`."""
+    """What is computed of it, one of `xlogprobs.parity.quantities.QUANTITIES`."""
+    transforms: tuple[str, ...] = ()
+    """Beside the temperature: "scale S" and "softcap C"; "bias"; "mask" or "top-k mask"."""
 
     def __str__(self) -> str:
         shape = "x".join(map(str, (*self.shape, self.vocab)))
         many = f" K={self.ids_per_position}" if self.ids_per_position else ""
+        transforms = "".join(f" {transform}" for transform in self.transforms)
+        return f"{self.title} {self.dtype} {shape}{many} T={self.temperature}{transforms}"
+
+    @property
+    def title(self) -> str:
         of = f"{self.quantity} of " if self.quantity != "logprob" else ""
-        return f"{of}{self.distribution} {self.dtype} {shape}{many} T={self.temperature}"
+        return f"{of}{self.distribution}"
 
     @property
     def result_dtype(self) -> Any:
-        if self.quantity == "gradient":
+        if self.quantity in GRADIENTS:
             return _dtype(self.dtype)
+        if self.quantity in INTEGERS:
+            return np.dtype(np.int64)
         return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
 
     def missing(self) -> str | None:
@@ -64,12 +87,32 @@ class Case:
             return "not run here: the SmolLM2 logits are in the repository, not in the wheel"
         return absent("ml_dtypes", "cli") or absent("safetensors", "cli")
 
-    def arrays(self) -> tuple[Array, Array]:
-        """logits (*shape, V) and ids (*shape) or (*shape, K) as NumPy arrays."""
+    def inputs(self) -> Inputs:
+        """logits (*shape, V), ids (*shape) or (*shape, K), and what else the quantity takes, as NumPy arrays."""
+        rng = np.random.default_rng(zlib.crc32(str(self).encode()))
+        logits, ids = self._logits_and_ids(rng)
+        arrays, numbers = {"logits": logits, "ids": ids}, {"temperature": self.temperature}
+        for transform in self.transforms:
+            match transform.split():
+                case ["scale" | "softcap" as name, number]:
+                    numbers[name] = float(number)
+                case ["bias"]:
+                    arrays["bias"] = 2 * rng.standard_normal(self.vocab, dtype=np.float32)
+                case [*kind, "mask"]:
+                    arrays["mask"] = _mask(rng, logits, ids, *kind)
+                case _:
+                    raise ValueError(f"transform is {transform!r}")
+        if self.quantity == "KL":
+            # the same logits and some noise; the reference of the first row lacks an entry
+            reference = logits.astype(np.float64) + rng.standard_normal(logits.shape)
+            reference[(0,) * (logits.ndim - 1)][np.argmax(logits.reshape(-1, self.vocab)[0])] = -np.inf
+            arrays["ref_logits"] = reference.astype(logits.dtype)
+        return Inputs(arrays, numbers, self._upstream(ids.shape))
+
+    def _logits_and_ids(self, rng: np.random.Generator) -> tuple[Array, Array]:
         if self.distribution == REAL:
             logits, ids = _real()
             return logits.astype(_dtype(self.dtype)), ids
-        rng = np.random.default_rng(zlib.crc32(str(self).encode()))
         rows = int(np.prod(self.shape))
         columns = self.ids_per_position or 1
         ids = rng.integers(0, self.vocab, (rows, columns))
@@ -78,11 +121,14 @@ class Case:
         shape = self.shape if self.ids_per_position is None else (*self.shape, columns)
         return logits.reshape(*self.shape, self.vocab).astype(_dtype(self.dtype)), ids.reshape(shape)
 
-    def upstream(self) -> Array:
-        """Upstream gradients of the shape of the ids, in the dtype of the log-probabilities."""
-        shape = self.shape if self.ids_per_position is None else (*self.shape, self.ids_per_position)
-        drawn = np.random.default_rng(zlib.crc32(str(self).encode()) + 1).standard_normal(shape)
-        return drawn.astype(np.float64 if self.dtype == "float64" else np.float32)
+    def _upstream(self, shape_of_ids: tuple[int, ...]) -> tuple[Array, ...]:
+        """In the dtype of the statistics; that of the logprobs has the shape of the ids."""
+        rng = np.random.default_rng(zlib.crc32(str(self).encode()) + 1)
+        dtype = np.float64 if self.dtype == "float64" else np.float32
+        return tuple(
+            np.asarray(rng.standard_normal(shape_of_ids if name == "logprob" else self.shape)).astype(dtype)
+            for name in GRADIENTS.get(self.quantity, ())
+        )
 
 
 def _draw(rng: np.random.Generator, distribution: str, rows: int, vocab: int, ids: Array) -> Array:
@@ -106,12 +152,33 @@ def _draw(rng: np.random.Generator, distribution: str, rows: int, vocab: int, id
             x[~keep | (each == 2)[:, None]] = -np.inf
         case ["heavy-tailed"]:
             x = rng.standard_t(2, (rows, vocab))
+        case ["ties"]:
+            x = np.round(4 * x) / 4
         case ["NaN", *_]:
             for row, value in enumerate((np.nan, np.inf, np.nan, np.inf)):
                 x[row : row + 1, int(ids[row, 0]) if row < 2 else vocab // 2] = value
         case _:
             raise ValueError(f"distribution is {distribution!r}; known are {', '.join((*DISTRIBUTIONS, REAL))}")
     return x
+
+
+def _mask(rng: np.random.Generator, logits: Array, ids: Array, kind: str = "random") -> Array:
+    """Which entries to keep: half of them at random, or the 20 largest of each row; the ids too, but for the first row.
+
+    The third row of a random mask keeps nothing. What row 1 does not keep is then set to NaN.
+    """
+    x = logits.reshape(-1, logits.shape[-1])
+    each, columns = np.arange(len(x))[:, None], ids.reshape(len(x), -1)
+    if kind == "top-k":
+        largest = np.sort(x.astype(np.float64), axis=-1)[:, -min(20, x.shape[-1]), None]
+        keep = x >= largest
+    else:
+        keep = rng.random(x.shape) < 0.5
+    keep[each, columns] = each != 0
+    if kind == "random":
+        keep[2:3] = False
+    x[1:2][~keep[1:2]] = np.nan  # in place: x is a view of the logits
+    return keep.reshape(logits.shape)
 
 
 @cache
@@ -168,7 +235,40 @@ def cases(quick: bool = False) -> list[Case]:
         for case in (*plain, *tempered, *shaped, *real)
         if case.distribution in GRADIENT_DISTRIBUTIONS and case.vocab in GRADIENT_VOCABS
     ]
-    return [*plain, *tempered, *shaped, *real, *gradients]
+    return [*plain, *tempered, *shaped, *real, *gradients, *_statistics(quick), *_transformed(quick)]
+
+
+# A compiler builds a graph for each vocabulary, dtype, set of transforms and set of statistics: in the quick matrix
+# each of these is met with one or two vocabularies and dtypes.
+LARGE, SMALL, OF_REAL = ("float32", 50257), ("float32", 7), ("bfloat16", REAL_VOCAB)
+OTHERS = (("float64", 7), ("float64", 2049), ("float16", 2049), ("bfloat16", 50257), ("float32", REAL_VOCAB))
+
+
+def _statistics(quick: bool) -> list[Case]:
+    """Every statistic but logprob, and the gradient of all together, without transforms."""
+    found = []
+    for dtype, vocab in (SMALL, LARGE, OF_REAL) if quick else (SMALL, LARGE, OF_REAL, *OTHERS):
+        for distribution in (REAL,) if vocab == REAL_VOCAB else STATISTIC_DISTRIBUTIONS:
+            shape = (57,) if distribution == REAL else (rows_for(vocab),)
+            quantities = (*STATISTICS, "KL", *(["joint gradient"] if distribution != "NaN and +inf" else []))
+            found += [Case(dtype, vocab, distribution, shape, quantity=quantity) for quantity in quantities]
+    many = [Case("float32", 7, "ties", (2, 3), 0.6, 3, quantity) for quantity in ("rank", "joint gradient")]
+    return found + many
+
+
+def _transformed(quick: bool) -> list[Case]:
+    """Each set of transforms: logprob and its gradient on logits that try it, and on real ones every quantity."""
+    found = []
+    for temperature, transforms, distribution in TRANSFORMED:
+        for dtype, vocab in (SMALL,) if quick else (SMALL, LARGE, *OTHERS):
+            if vocab != REAL_VOCAB:
+                case = Case(dtype, vocab, distribution, (rows_for(vocab),), temperature, transforms=transforms)
+                quantities = ("logprob", "gradient", *STATISTICS, "joint gradient")
+                found += [replace(case, quantity=quantity) for quantity in quantities]
+        real = Case(*OF_REAL, REAL, (57,), temperature, transforms=transforms)
+        if not quick or transforms in ((), ("softcap 30",), ("top-k mask",)):
+            found += [replace(real, quantity=quantity) for quantity in ("logprob", "gradient", "joint gradient", "KL")]
+    return found
 
 
 def absent(module: str, extra: str) -> str | None:

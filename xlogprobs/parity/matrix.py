@@ -1,26 +1,16 @@
 """The matrix's cells: each column on each case, against the oracle and against the other columns."""
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from xlogprobs.accurate import Array
+from xlogprobs.parity import quantities
 from xlogprobs.parity.columns import COLUMNS, PEERS, Column
 from xlogprobs.parity.distributions import Case, cases
-from xlogprobs.parity.oracle import (
-    bound,
-    difference,
-    error,
-    gradient,
-    gradient_bound,
-    identical,
-    reference,
-    rounded,
-    rounding,
-    ulp,
-)
+from xlogprobs.parity.oracle import difference, error, identical, rounded, rounding, ulp
+from xlogprobs.parity.quantities import GRADIENTS, Inputs
 
 
 @dataclass(frozen=True)
@@ -40,12 +30,8 @@ class Cell:
     identical: float = np.nan
     apart: float = np.nan
     detail: str = ""
-
-    @property
-    def results(self) -> int:
-        """How many numbers the column computed."""
-        each = self.case.vocab if self.case.quantity == "gradient" else self.case.ids_per_position or 1
-        return math.prod(self.case.shape) * each
+    results: int = 0
+    """How many numbers the column computed."""
 
     @property
     def ran(self) -> bool:
@@ -73,8 +59,7 @@ def measure(
 def _measure_case(case: Case, columns: Sequence[Column], unavailable: dict[Column, str | None]) -> list[Cell]:
     if missing := case.missing():
         return [Cell(column, case, unavailable[column] or missing) for column in columns]
-    logits, ids = case.arrays()
-    exact = expected(case, logits, ids)
+    inputs = case.inputs()
     outputs: dict[Column, Array] = {}
     reasons: dict[Column, Cell] = {}
     for column in columns:
@@ -82,40 +67,24 @@ def _measure_case(case: Case, columns: Sequence[Column], unavailable: dict[Colum
             reasons[column] = Cell(column, case, reason)
             continue
         try:
-            outputs[column] = computed(column, case, logits, ids)
+            outputs[column] = column.run(case.quantity, inputs)
         except Exception as failure:  # the matrix goes on; this cell shows what was raised
             reasons[column] = Cell(column, case, "FAIL", detail=f"{type(failure).__name__}: {failure}")
-    return [reasons.get(column) or compare(column, case, exact, outputs) for column in columns]
+    exact = quantities.exact(case.quantity, inputs)
+    return [reasons.get(column) or compare(column, case, inputs, exact, outputs) for column in columns]
 
 
-def expected(case: Case, logits: Array, ids: Array) -> Array:
-    """What the oracle says of the case, in float64."""
-    if case.quantity == "gradient":
-        return gradient(logits, ids, case.upstream(), temperature=case.temperature)
-    return reference(logits, ids, temperature=case.temperature)
-
-
-def computed(column: Column, case: Case, logits: Array, ids: Array) -> Array:
-    """What the column makes of the case."""
-    if case.quantity == "gradient":
-        return column.gradient(logits, ids, case.upstream(), case.temperature)
-    return column.run(logits, ids, case.temperature)
-
-
-def compare(column: Column, case: Case, exact: Array, outputs: dict[Column, Array]) -> Cell:
+def compare(column: Column, case: Case, inputs: Inputs, exact: Array, outputs: dict[Column, Array]) -> Cell:
     """The cell of ``column``, given the oracle's values and every column's output on this case."""
-    out = outputs[column]
-    if out.shape != exact.shape or out.dtype != case.result_dtype:
-        wanted = f"expected {exact.shape} of {np.dtype(case.result_dtype)}"
-        return Cell(column, case, "FAIL", detail=f"the result is {out.shape} of {out.dtype}; {wanted}")
-    if case.quantity == "gradient":
-        unit = gradient_bound(exact, case.upstream(), case.temperature, case.result_dtype)
-    else:
-        unit = bound(exact, case.result_dtype)
+    out, wanted = outputs[column], np.dtype(case.result_dtype)
+    if out.shape != exact.shape or (out.dtype != wanted and not out.dtype.kind == wanted.kind == "i"):
+        wanted_text = f"expected {exact.shape} of {wanted}"
+        return Cell(column, case, "FAIL", detail=f"the result is {out.shape} of {out.dtype}; {wanted_text}")
+    unit = quantities.bound(case.quantity, exact, wanted, inputs)
     wrong = error(out, exact)
     others = [o for other, o in outputs.items() if other is not column and not other.peer and o.shape == out.shape]
     worst = float(np.max(wrong / unit, initial=0.0))
-    between = unit + (rounding(exact, case.result_dtype) if case.quantity == "gradient" else 0.0)  # both are rounded
+    between = unit + (rounding(exact, wanted) if case.quantity in GRADIENTS else 0.0)  # both are rounded
     apart = max((float(np.max(difference(out, other) / between, initial=0.0)) for other in others), default=0.0)
     return Cell(
         column,
@@ -125,4 +94,5 @@ def compare(column: Column, case: Case, exact: Array, outputs: dict[Column, Arra
         float(np.max(wrong / ulp(exact, out.dtype), initial=0.0)),
         float(np.mean(identical(out, rounded(exact, out.dtype)))),
         apart,
+        results=out.size,
     )

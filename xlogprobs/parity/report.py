@@ -43,8 +43,8 @@ def table(cells: Sequence[Cell]) -> Any:
 
 
 def _row(cell: Cell) -> str:
-    of = "" if cell.case.quantity == "logprob" else f"{cell.case.quantity} of "
-    return f"{of}{cell.case.distribution} {cell.case.dtype}"
+    transforms = "".join(f" {transform}" for transform in cell.case.transforms)
+    return f"{cell.case.title} {cell.case.dtype}{transforms}"
 
 
 def _any_ran(cells: Sequence[Cell], column: Column) -> bool:
