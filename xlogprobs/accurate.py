@@ -23,6 +23,11 @@ def two_sum(a: Array, b: Array) -> Pair:
     return high, (a - (high - of_b)) + (b - of_b)
 
 
+def one_of(a: Array) -> Array:
+    """1 in the shape of a finite ``a``, unknown to a compiler: XLA makes (1 + b) - 1 of a constant 1 to b."""
+    return a * 0.0 + 1.0
+
+
 def two_product(a: Array, b: Array) -> Pair:
     """``high + low == a * b`` for float32 without overflow, high the rounded product (Dekker)."""
     high = a * b
@@ -73,7 +78,7 @@ def log1p(xp: Any, value: Pair, largest: int) -> Pair:
     0.36, is rounded. The power of two is found by comparisons: exp2 and log2 are not exact everywhere. Where
     ``value < 0.41`` k is 0 and f is value itself, which keeps the relative accuracy of a confident token.
     """
-    one_plus, low = two_sum(xp.ones_like(value[0]), value[0])
+    one_plus, low = two_sum(one_of(value[0]), value[0])
     low = low + value[1]
     exponent = xp.zeros_like(one_plus)
     scale = xp.ones_like(one_plus)
@@ -110,7 +115,7 @@ def exp(xp: Any, value: Pair) -> Pair:
     far = value[0] < -60.0
     high = xp.where(far, xp.full_like(value[0], -60.0), value[0]) / 128.0
     low = xp.where(far, xp.zeros_like(value[1]), value[1]) / 128.0
-    one = xp.ones_like(high)
+    one = one_of(high)
     total = (one, xp.zeros_like(high))
     for n in range(12, 0, -1):  # 1 + x / n * (1 + x / (n + 1) * ...)
         product = multiply(divide(xp, (high, low), (one * n, one * 0)), total)
@@ -125,7 +130,7 @@ def tanh(xp: Any, value: Pair) -> Pair:
     """To about 2^-36 of 1: ``(1 - e) / (1 + e)`` with ``e = exp(-2 |value|)``."""
     sign = xp.where(value[0] < 0, -xp.ones_like(value[0]), xp.ones_like(value[0]))
     e_high, e_low = exp(xp, (value[0] * sign * -2.0, value[1] * sign * -2.0))
-    one = xp.ones_like(e_high)
+    one = one_of(e_high)
     below, above = two_sum(one, -e_high), two_sum(one, e_high)
     quotient = divide(xp, (below[0], below[1] - e_low), (above[0], above[1] + e_low))
     return quotient[0] * sign, quotient[1] * sign

@@ -154,7 +154,7 @@ def rank_of_rows(x: Array, ids: Array, transforms: Rows, prim: Primitives) -> Ar
     above = [xp.sum(xp.astype(order > own[:, k, None], xp.int32), axis=-1) for k in range(ids.shape[1])]
     if not above:
         return xp.zeros_like(ids)
-    rank = xp.astype(1 + xp.stack(above, axis=-1), xp.int64)
+    rank = 1 + xp.stack(above, axis=-1)
     return xp.where(ordered[:, None] & (ids >= 0), rank, xp.zeros_like(rank))
 
 

@@ -199,13 +199,14 @@ def value_of(prim: "Primitives", x: Array, mask: Array | None, by: Numbers) -> A
 
 
 def key(prim: "Primitives", at: Point, by: Numbers) -> Array:
-    """What orders the entries of a row, float32 or wider: v, or with a bias y + k bias."""
+    """What orders the entries of a row, float32 or wider: v, or with a bias y / k + bias."""
     if at.bias is None:
         return at.value
     y, bias = at.value, at.bias
     if by.inner is not None:
         y = prim.xp.where(y == -float("inf"), y, prim.xp.tanh(y / by.inner))
-    return y + (bias if by.unit is None else bias * by.unit)
+    # a product in the sum would be rounded or not, as a compiler happens to contract it; equal entries must stay equal
+    return (y if by.unit is None else y / by.unit) + bias
 
 
 def distance(prim: "Primitives", at: Point, reference: Point, by: Numbers) -> Array:
