@@ -146,6 +146,8 @@ class Primitives:
     resum: Callable[..., Array] = resum
     block_sums: "Callable[[Array, Rows, Layout, Primitives, bool], Blocks] | None" = None
     """In place of `block_sums`."""
+    summarize: "Callable[[Array, Rows, Layout, Primitives, bool], Summary] | None" = None
+    """In place of `summarize`."""
 
 
 class Blocks(NamedTuple):
@@ -179,6 +181,8 @@ class Summary(NamedTuple):
 
 def summarize(x: Array, transforms: Rows, layout: Layout, prim: Primitives, moment: bool = False) -> Summary:
     """Summary of each row of ``x`` (N, V)."""
+    if prim.summarize is not None:
+        return prim.summarize(x, transforms, layout, prim, moment)
     blocks = (prim.block_sums or block_sums)(x, transforms, layout, prim, moment)
     return summarize_blocks(x, blocks, transforms, layout, prim)
 
