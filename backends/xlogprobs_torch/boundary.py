@@ -176,35 +176,36 @@ def _backward(
 
 
 def _rank(logits: torch.Tensor, ids: torch.Tensor, transforms: Transforms) -> torch.Tensor:
-    rows, _, many = _sizes(logits, ids)
-    out = torch.zeros_like(ids, memory_format=torch.contiguous_format)
-    return _in_pieces(logits, ids, transforms, out, out.view(rows, many) if many else None, compiled.rank)
+    with _normalised(logits):
+        rows, _, many = _sizes(logits, ids)
+        out = torch.zeros_like(ids, memory_format=torch.contiguous_format)
+        _in_pieces(logits, ids, transforms, out.view(rows, many) if many else None, compiled.rank)
+        return out
 
 
 def _top_ids(logits: torch.Tensor, ids: Maybe, transforms: Transforms, count: int) -> torch.Tensor:
-    rows, _, many = _sizes(logits, ids)
-    out = torch.full((*logits.shape[:-1], count), -1, dtype=torch.int64, device=logits.device)
-    flat = None if ids is not None and not many else out.view(rows, count)
-    return _in_pieces(logits, ids, transforms, out, flat, lambda *piece: compiled.top_ids(*piece, count))
+    with _normalised(logits):
+        rows, _, many = _sizes(logits, ids)
+        out = torch.full((*logits.shape[:-1], count), -1, dtype=torch.int64, device=logits.device)
+        flat = None if ids is not None and not many else out.view(rows, count)
+        _in_pieces(logits, ids, transforms, flat, lambda *piece: compiled.top_ids(*piece, count))
+        return out
 
 
 def _in_pieces(
     logits: torch.Tensor,
     ids: Maybe,
     transforms: Transforms,
-    out: torch.Tensor,
     flat: Maybe,
     function: Callable[[torch.Tensor, Maybe, Rows], torch.Tensor],
-) -> torch.Tensor:
-    """Fills ``flat``, rows of ``out``, by a function of pieces of the rows."""
-    with _normalised(logits):
-        rows, vocab, many = _sizes(logits, ids)
-        if flat is None:
-            return out
-        flat_ids, whole = _flat(ids, rows, many), _rows(logits, transforms)
-        for x, where, _ in _pieces(logits, vocab):
-            flat[where] = function(x, _piece(flat_ids, where), _part(whole, where))
-        return out
+) -> None:
+    """Fills ``flat``, rows of a result, by a function of pieces of the rows."""
+    if flat is None:
+        return
+    rows, vocab, many = _sizes(logits, ids)
+    flat_ids, whole = _flat(ids, rows, many), _rows(logits, transforms)
+    for x, where, _ in _pieces(logits, vocab):
+        flat[where] = function(x, _piece(flat_ids, where), _part(whole, where))
 
 
 class _Boundary(torch.autograd.Function):
