@@ -16,7 +16,7 @@ from xlogprobs.backend import (
     statistics_of_rows,
     top_ids_of_rows,
 )
-from xlogprobs.contract import Call
+from xlogprobs.contract import INTEGERS, Call
 from xlogprobs.divergence import kl_of_rows
 from xlogprobs.summary import LEAST, Primitives, cut
 from xlogprobs.summary import block_terms as core_block_terms
@@ -25,6 +25,8 @@ from xlogprobs.transforms import Numbers, Point, Rows
 PIECE = 1 << 21  # entries of a piece of rows
 HALF_PIECE = 1 << 20  # the same in half precision, where a piece is first widened to 4 MB
 BUFFER = 1 << 18  # entries of a thread's buffer, 1 MB in float32: in shorter calls the threads wait for Python's lock
+GROUP = 64  # columns
+NAMES = {np.dtype(name): name for name in ("bool", *INTEGERS, "float16", "float32", "float64")}
 
 _thread = threading.local()
 
@@ -98,11 +100,20 @@ def resum(function: Any, total: Any, whole: Any, rowwise: Any) -> Any:
 
 
 def top(xp: Any, order: Any, count: int) -> Any:
-    """A partition finds the smallest of the largest; only what is no smaller is sorted."""
-    limit = np.partition(order, order.shape[1] - count, axis=1)[:, order.shape[1] - count]
-    found = np.empty((len(order), count), np.int64)
-    for row, (values, least) in enumerate(zip(order, limit, strict=True)):
-        columns = np.flatnonzero(values >= least)
+    """The largest are in those groups of columns whose maxima are among the largest: only their entries are sorted.
+
+    A group's columns stand ``groups`` apart, so that NumPy takes all maxima in long loops.
+    """
+    rows, vocab = order.shape
+    groups = vocab // GROUP
+    if groups <= count:
+        return np.argsort(-order, axis=1, kind="stable")[:, :count]
+    maxima = order[:, : groups * GROUP].reshape(rows, GROUP, groups).max(axis=1)
+    limit = np.partition(maxima, groups - count, axis=1)[:, groups - count]
+    rest = np.arange(groups * GROUP, vocab)
+    found, first = np.empty((rows, count), np.int64), groups * np.arange(GROUP)[:, None]
+    for row, (values, largest, least) in enumerate(zip(order, maxima, limit, strict=True)):
+        columns = np.sort(np.concatenate([(first + np.flatnonzero(largest >= least)).ravel(), rest]))
         found[row] = columns[np.argsort(-values[columns], kind="stable")[:count]]
     return found
 
@@ -132,7 +143,8 @@ class NumpyBackend(ArrayApiBackend):
         return np
 
     def dtype_name(self, array: Any) -> str:
-        return str(array.dtype.name)
+        name = NAMES.get(array.dtype)  # NumPy makes the name anew each time, which a small call feels
+        return name or str(array.dtype.name)
 
     def device(self, array: Any) -> str:
         return "cpu"
@@ -149,6 +161,8 @@ class NumpyBackend(ArrayApiBackend):
         )
 
     def statistics(self, call: Call) -> Statistics:
+        if self._through_kernels(call):
+            return self._with_kernels(call)
         layout, prim = self.layout(call.logits.shape[-1]), self.primitives(call.logits)
 
         def run(x: Any, ids: Any, transforms: Rows, part: slice) -> tuple[Any, ...]:
@@ -161,7 +175,24 @@ class NumpyBackend(ArrayApiBackend):
         shapes = call.shape_of_ids, call.positions, call.positions
         return Statistics(*(a if a is None else a.reshape(shape) for a, shape in zip(found, shapes, strict=True)))
 
+    def _through_kernels(self, call: Call) -> bool:
+        """Whether the kernels of xlogprobs_cpu run this call: they take rows at any strides, in this machine's bytes."""
+        return core.serves() and call.logits.dtype.isnative and matrix(call.logits) is not None
+
+    def _with_kernels(self, call: Call) -> Statistics:
+        x, ids = matrix(call.logits), call.ids
+        ids = None if ids is None else ids.reshape(call.rows, call.many)
+        transforms = self.transforms(call, np.empty(0, np.float64 if x.dtype.itemsize == 8 else np.float32))
+        found, _ = core.statistics(x, ids, transforms, call.want)
+        shapes = call.shape_of_ids, call.positions, call.positions
+        return Statistics(*(a if a is None else a.reshape(shape) for a, shape in zip(found, shapes, strict=True)))
+
     def rank(self, call: Call) -> Any:
+        if self._through_kernels(call):
+            x = matrix(call.logits)
+            transforms = self.transforms(call, np.empty(0, np.float64 if x.dtype.itemsize == 8 else np.float32))
+            ids = call.ids.reshape(call.rows, call.many)  # type: ignore[union-attr]
+            return core.rank(x, ids, transforms).reshape(call.shape_of_ids)
         prim = self.primitives(call.logits)
 
         def run(x: Any, ids: Any, transforms: Rows, part: slice) -> tuple[Any, ...]:
@@ -223,7 +254,9 @@ class NumpyBackend(ArrayApiBackend):
         return pool
 
     def info(self) -> BackendInfo:
-        return BackendInfo(self.name, True, np.__version__, ["cpu"], f"the core in row pieces, {threads()} threads")
+        how = f"kernels of Numba, {core.threads()} threads" if core.serves() else f"in row pieces, {threads()} threads"
+        why = None if core.serves() else 'kernels: numba is not installed: pip install "xlogprobs[cpu]"'
+        return BackendInfo(self.name, True, np.__version__, ["cpu"], f"the core, {how}", why)
 
 
 def rows_of(logits: Any, part: slice) -> Any:
@@ -235,6 +268,14 @@ def rows_of(logits: Any, part: slice) -> Any:
         return logits.reshape(-1, vocab)[part]
     index = np.unravel_index(np.arange(part.start, part.stop), logits.shape[:-1])
     return logits[index]
+
+
+def matrix(logits: Any) -> Any | None:
+    """(N, V) on the memory of the logits, None where their strides allow no such view."""
+    try:
+        return logits.reshape((-1, logits.shape[-1]), copy=False)
+    except ValueError:
+        return None
 
 
 def native(x: Any) -> Any:
