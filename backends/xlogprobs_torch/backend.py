@@ -68,7 +68,7 @@ class TorchBackend(ArrayApiBackend):
         ids = None if call.ids is None else call.ids.to(torch.int64)
         return ids, Transforms(*(self._tensor(each, call.logits) for each in call.transforms))
 
-    def _tensor(self, value: Any, like: torch.Tensor) -> torch.Tensor | None:
+    def _tensor(self, value: Any, like: torch.Tensor) -> Any:
         if not isinstance(value, float):
             return value
         number = torch.full((), value, dtype=torch.float64, device="cpu")

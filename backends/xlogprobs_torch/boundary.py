@@ -32,7 +32,7 @@ def statistics(
 ) -> Statistics:
     """What is wanted of logits and encoded int64 ids; ``in_place`` the gradient overwrites the logits."""
     if torch.compiler.is_compiling():
-        temperature = transforms.temperature
+        temperature: Any = transforms.temperature
         if temperature is not None and temperature.requires_grad:
             raise ValueError(
                 "temperature requires a gradient, which is computed outside torch.compile only; pass"
@@ -48,7 +48,7 @@ def statistics(
     return Statistics(*(each if wanted else None for each, wanted in zip(found[:3], want, strict=True)))
 
 
-def _savable(tensor: Maybe) -> Maybe:
+def _savable(tensor: Any) -> Any:
     """Autograd can't save what was made in inference mode."""
     if tensor is not None and tensor.is_inference() and not torch.is_inference_mode_enabled():
         return tensor.clone()
@@ -65,8 +65,8 @@ def top_ids(logits: torch.Tensor, ids: Maybe, transforms: Transforms, count: int
     return result
 
 
-def _detached(transforms: Transforms) -> Transforms:
-    return Transforms(*(None if tensor is None else tensor.detach() for tensor in transforms))
+def _detached(transforms: tuple[Any, ...]) -> tuple[Maybe, ...]:
+    return tuple(None if tensor is None else tensor.detach() for tensor in transforms)
 
 
 def check_in_place(logits: torch.Tensor) -> None:
@@ -129,7 +129,7 @@ def _forward(logits: torch.Tensor, ids: Maybe, transforms: Transforms, want: Wan
         flat_ids, whole = _flat(ids, rows, many), _rows(logits, transforms)
         for x, where, _ in _pieces(logits, vocab):
             part = _part(whole, where)
-            if _fused(x, part, want):
+            if flat_ids is not None and _fused(x, part, want):
                 flat[0][where] = npu.fused_logprobs(x, _plain(flat_ids[where]), part.temperature)
                 continue  # the operator gives no summary; the backward pass makes its own
             for output, found in zip(flat, compiled.forward(x, _piece(flat_ids, where), part, want), strict=True):
@@ -188,7 +188,7 @@ def _top_ids(logits: torch.Tensor, ids: Maybe, transforms: Transforms, count: in
         rows, _, many = _sizes(logits, ids)
         out = torch.full((*logits.shape[:-1], count), -1, dtype=torch.int64, device=logits.device)
         flat = None if ids is not None and not many else out.view(rows, count)
-        _in_pieces(logits, ids, transforms, flat, lambda *piece: compiled.top_ids(*piece, count))
+        _in_pieces(logits, ids, transforms, flat, lambda x, own, part: compiled.top_ids(x, own, part, count))
         return out
 
 
@@ -197,7 +197,7 @@ def _in_pieces(
     ids: Maybe,
     transforms: Transforms,
     flat: Maybe,
-    function: Callable[[torch.Tensor, Maybe, Rows], torch.Tensor],
+    function: Callable[[torch.Tensor, Any, Rows], torch.Tensor],
 ) -> None:
     """Fills ``flat``, rows of a result, by a function of pieces of the rows."""
     if flat is None:
@@ -317,9 +317,7 @@ def _operator(
     logprob: bool,
     entropy: bool,
     lse: bool,
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     transforms = Transforms(temperature, scale, softcap, bias, mask)
     return _forward(logits, ids, transforms, Want(logprob, entropy, lse))  # type: ignore[return-value]
 
@@ -488,7 +486,7 @@ def _rows(logits: torch.Tensor, transforms: Transforms) -> Rows:
     logits, shape = _normal(logits), tuple(logits.shape)
     rows, narrow = logits.shape[:-1].numel(), logits.dtype != torch.float64
 
-    def number(name: str, tensor: Maybe) -> Any:
+    def number(name: str, tensor: Any) -> Any:
         if tensor is None:
             return None
         if tensor.ndim == 0 and tensor.device.type == "cpu":  # read without waiting for a device
@@ -500,10 +498,10 @@ def _rows(logits: torch.Tensor, transforms: Transforms) -> Rows:
         return torch.tensor(row, device=logits.device)
 
     names = ("temperature", "scale", "softcap")
-    numbers = [number(name, tensor) for name, tensor in zip(names, transforms, strict=False)]
+    temperature, scale, softcap = (number(name, tensor) for name, tensor in zip(names, transforms, strict=False))
     # in place of the bias, which the compiled functions widen piece by piece, one number stands for its presence
     has_bias = None if transforms.bias is None else logits.new_zeros(1, dtype=torch.float32)
-    found = rows_of_call(xp, Transforms(*numbers, has_bias, None), shape, logits, move)
+    found = rows_of_call(xp, Transforms(temperature, scale, softcap, has_bias), shape, logits, move)
     bias, mask = (
         None if array is None else over_vocabulary(xp, _normal(array), shape, move)
         for array in (transforms.bias, transforms.mask)

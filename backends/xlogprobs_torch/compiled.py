@@ -25,7 +25,7 @@ import torch
 from xlogprobs.backend import order_of_rows, points, rank_of_rows, statistics_of_rows
 from xlogprobs.contract import Want
 from xlogprobs.gradient import Upstream, gradient
-from xlogprobs.summary import Layout, Primitives, Summary, summarize
+from xlogprobs.summary import Layout, Primitives, Summary, cut, summarize
 from xlogprobs.transforms import Rows, Shared, key, numbers
 from xlogprobs_torch import npu
 from xlogprobs_torch.exponential import exp_of_nonpositive
@@ -113,7 +113,9 @@ def top(_: Any, order: torch.Tensor, count: int) -> torch.Tensor:
     vocab = order.shape[1]
     least = order.topk(count).values[:, -1:]
     backwards = torch.arange(vocab, 0, -1, dtype=torch.int32, device=order.device)
-    columns = torch.where(order > least, backwards + vocab, torch.where(order == least, backwards, 0)).topk(count).indices
+    columns = (
+        torch.where(order > least, backwards + vocab, torch.where(order == least, backwards, 0)).topk(count).indices
+    )
     values = order.gather(1, columns) + 0.0  # a sort by bits would put -0.0 after 0.0
     return columns.gather(1, values.sort(dim=1, descending=True, stable=True).indices)
 
@@ -232,14 +234,14 @@ def _widened(transforms: Rows, x: torch.Tensor) -> Rows:
     if transforms.bias is None:
         return transforms
     values, row = transforms.bias
-    return transforms._replace(bias=Shared(values.to(torch.float64 if x.dtype == torch.float64 else torch.float32), row))
+    return transforms._replace(
+        bias=Shared(values.to(torch.float64 if x.dtype == torch.float64 else torch.float32), row)
+    )
 
 
 def _forward(x: torch.Tensor, ids: torch.Tensor | None, transforms: Rows, want: Want) -> tuple[Any, ...]:
     prim = primitives(x.device, x.dtype)
-    statistics, summary = statistics_of_rows(
-        x, ids, _widened(transforms, x), layout(x.shape[1], x.device), prim, want
-    )
+    statistics, summary = statistics_of_rows(x, ids, _widened(transforms, x), layout(x.shape[1], x.device), prim, want)
     return *statistics, summary.max, summary.bias, summary.rest, summary.moment
 
 
@@ -270,19 +272,21 @@ def _largest_of_blocks(
     x: torch.Tensor, ids: torch.Tensor | None, transforms: Rows
 ) -> tuple[torch.Tensor, torch.Tensor]:
     order, ordered = order_of_rows(x, ids, _widened(transforms, x), primitives(x.device, x.dtype))
-    order = torch.where(ordered[:, None], order, 0)
     whole = x.shape[1] // BLOCK * BLOCK
-    largest = [order[:, :whole].unflatten(1, (-1, BLOCK)).amax(-1)] if whole else []
+    largest = [cut(xp, order, 0, whole // BLOCK, BLOCK).amax(-1)] if whole else []
     if whole < x.shape[1]:
         largest.append(order[:, whole:].amax(-1, keepdim=True))
-    return torch.cat(largest, 1), ordered
+    return torch.where(ordered[:, None], torch.cat(largest, 1), 0), ordered
 
 
 def _order_at(x: torch.Tensor, columns: torch.Tensor, transforms: Rows) -> torch.Tensor:
     """What orders the entries at columns (N, any)."""
     prim, transforms = primitives(x.device, x.dtype), _widened(transforms, x)
     at = points(x, columns, transforms, prim)
-    return key(prim, at._replace(value=widen(xp, at.value)), numbers(transforms).map(lambda number: number[:, None]))
+    order: torch.Tensor = key(
+        prim, at._replace(value=widen(xp, at.value)), numbers(transforms).map(lambda number: number[:, None])
+    )
+    return order
 
 
 def _run(function: Function, x: torch.Tensor, *rest: Any) -> Any:

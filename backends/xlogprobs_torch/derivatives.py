@@ -14,9 +14,7 @@ from xlogprobs.contract import IGNORED, INVALID, Transforms, Want
 from xlogprobs.gradient import Upstream
 
 
-def statistics(
-    logits: torch.Tensor, ids: torch.Tensor | None, transforms: Transforms, want: Want
-) -> Statistics:
+def statistics(logits: torch.Tensor, ids: torch.Tensor | None, transforms: Transforms, want: Want) -> Statistics:
     """The statistics themselves, to the accuracy of torch.log_softmax."""
     many = None if ids is None else ids if ids.ndim == logits.ndim else ids.unsqueeze(-1)
     x = logits if logits.dtype == torch.float64 else logits.float()
@@ -41,7 +39,8 @@ def statistics(
 
 def _transformed(x: torch.Tensor, transforms: Transforms) -> tuple[torch.Tensor, torch.Tensor]:
     """z (..., V) less a number of each position (...), and that number."""
-    temperature, scale, softcap = (None if t is None else _column(t, x) for t in transforms[:3])
+    given: tuple[Any, ...] = transforms[:3]
+    temperature, scale, softcap = (None if number is None else _column(number, x) for number in given)
     kept = x != -float("inf")
     if transforms.mask is not None:
         kept = kept & transforms.mask
@@ -66,8 +65,12 @@ def gradient(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gradients of ``sum(upstream * statistics)`` with respect to the logits and the temperature."""
     want = Want(*(each is not None for each in upstream))
-    function, primals = _of(logits, ids, transforms, want, True, _is_real(transforms.temperature))
-    found = torch.func.vjp(function, *primals)[1](tuple(each for each in upstream if each is not None))
+    temperature: Any = transforms.temperature
+    function, primals = _of(
+        logits, ids, transforms, want, True, temperature is not None and temperature.is_floating_point()
+    )
+    _, pull, *_ = torch.func.vjp(function, *primals)
+    found = pull(tuple(each for each in upstream if each is not None))
     return found[0], found[1] if len(found) > 1 else None
 
 
@@ -86,8 +89,8 @@ def tangent(
     """
     tangents = [each for each in (logits_tangent, temperature_tangent) if each is not None]
     function, primals = _of(logits, ids, transforms, want, logits_tangent is not None, temperature_tangent is not None)
-    outputs, pull = torch.func.vjp(function, *primals)
-    _, push = torch.func.vjp(pull, tuple(torch.zeros_like(each) for each in outputs))
+    outputs, pull, *_ = torch.func.vjp(function, *primals)
+    _, push, *_ = torch.func.vjp(pull, tuple(torch.zeros_like(each) for each in outputs))
     changes = iter(push(tuple(tangents))[0])
     return tuple(next(changes) if wanted else None for wanted in want)
 
@@ -109,10 +112,6 @@ def _of(
         return tuple(each for each in statistics(x, ids, by, want) if each is not None)
 
     return function, [*([logits] if by_logits else []), *([transforms.temperature] if by_temperature else [])]
-
-
-def _is_real(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and tensor.is_floating_point()
 
 
 def _column(number: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
