@@ -14,6 +14,8 @@ RESULTS = ROOT / "bench" / "results"
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 PARITY_COLUMNS = {
     "NumPy": ("numpy", "eager"),
+    "NumPy, kernels": ("numpy", "kernels"),
+    "torch, kernels": ("torch", "kernels"),
     "array-api-strict": ("array-api-strict", "eager"),
     "torch eager": ("torch", "eager"),
     "torch.compile": ("torch", "compiled"),

@@ -80,6 +80,15 @@ def library(request: pytest.FixtureRequest) -> Library:
 
 
 @pytest.fixture
+def without_kernels() -> Iterator[None]:
+    """NumPy, torch and JAX as where Numba is not installed."""
+    from xlogprobs_cpu import core
+
+    with core.disabled():
+        yield
+
+
+@pytest.fixture
 def torch_runs_eagerly(request: pytest.FixtureRequest) -> Iterator[None]:
     """For tests that take each library in turn and wait for no compiler."""
     if "library" in request.fixturenames and request.node.callspec.params["library"] == "torch":

@@ -10,12 +10,22 @@ import pytest
 
 import xlogprobs
 from xlogprobs import logprobs, parity
+from xlogprobs_cpu import core
 
 V = 300
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 # each library as it is called, torch also under its compiler, torch and JAX also inside the user's own
-EAGER = [("numpy", "call"), ("torch", "eager"), ("jax", "call"), ("array-api-strict", "call")]
+# where Numba is installed, a call and a user's torch.compile run its kernels
+EAGER = [
+    ("numpy", "call"),
+    ("numpy", "pieces"),
+    ("torch", "call"),
+    ("torch", "eager"),
+    ("jax", "call"),
+    ("array-api-strict", "call"),
+]
 COMPILED = [("torch", "compiled"), ("torch", "user's torch.compile"), ("jax", "user's jit")]
+WITHOUT_KERNELS = ("pieces", "eager", "compiled")
 
 
 @pytest.fixture
@@ -28,8 +38,10 @@ def execution(request, library):
 class modes:
     def __init__(self, library, name):
         self.library, self.name, self.stance = library, name, nullcontext()
+        self.kernels = core.disabled() if name in WITHOUT_KERNELS else nullcontext()
 
     def __enter__(self):
+        self.kernels.__enter__()
         if self.library.name == "torch":
             import torch
 
@@ -40,6 +52,7 @@ class modes:
 
     def __exit__(self, *error):
         self.stance.__exit__(*error)
+        self.kernels.__exit__(*error)
         if (self.library.name, self.name) == ("torch", "compiled"):
             from xlogprobs_torch import compiled
 

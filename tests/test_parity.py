@@ -25,7 +25,7 @@ def by_name(backend, execution="eager", device="cpu"):
 
 def slow(column, case):
     """Whether this cell waits for a compiler that no quick cell has waited for."""
-    if column.backend != "jax" and column.execution != "compiled":
+    if column.execution == "kernels" or (column.backend != "jax" and column.execution != "compiled"):
         return False
     if case.quantity == "gradient" and case.dtype in ("float16", "float64"):
         return True

@@ -14,7 +14,10 @@ from xlogprobs import entropy, logprobs, logprobs_and_entropy, token_stats  # no
 ALL = ("logprob", "entropy", "lse")
 
 # of torch's own, in its forward mode
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("without_kernels"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+]
 
 
 def normal(*shape, seed=0, scale=3.0, dtype=torch.float32):

@@ -15,6 +15,7 @@ from xlogprobs_torch import compiled  # noqa: E402
 
 from xlogprobs import logprobs  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("without_kernels")  # which need no compiler
 VOCAB = 1000
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 

@@ -1,6 +1,5 @@
 """The core with these kernels for its summary and its gradient, on NumPy arrays: what the backends call."""
 
-import contextvars
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,39 +9,91 @@ from numpy.typing import NDArray
 
 import xlogprobs_cpu as kernels
 from xlogprobs.backend import Statistics, statistics_of_rows
-from xlogprobs.contract import IGNORED, Want
+from xlogprobs.contract import IGNORED, Call, Transforms, Want
 from xlogprobs.gradient import Upstream, weights
 from xlogprobs.summary import Layout, Primitives, Summary
-from xlogprobs.transforms import Rows, Shared, wide
+from xlogprobs.transforms import Rows, Shared, rows_of_call, wide
 
 Array = NDArray[Any]
 
-_on: contextvars.ContextVar[bool] = contextvars.ContextVar("xlogprobs_cpu", default=True)
+INSTALLED = kernels.available()
+
+_disabled = 0
 QUIET = np.errstate(all="ignore")  # infinities and NaNs have defined results here
 
 
 @contextmanager
 def disabled() -> Iterator[None]:
-    """Within it, the backends run as they do where Numba is not installed: to compare, and to measure."""
-    token = _on.set(False)
+    """Within it, all threads run as where Numba is not installed: to compare, and to measure."""
+    global _disabled
+    _disabled += 1
     try:
         yield
     finally:
-        _on.reset(token)
+        _disabled -= 1
 
 
 def serves() -> bool:
     """Whether calls on arrays in a CPU's memory run through the kernels."""
-    return kernels.available() and _on.get()
+    return INSTALLED and not _disabled
 
 
 def widen(xp: Any, x: Array) -> Array:
     """bfloat16 may come as its bits."""
     if x.dtype.itemsize > 2:
-        return x
+        return x.astype(x.dtype.newbyteorder("="), copy=False)
     if x.dtype == np.float16:
         return x.astype(np.float32)
     return (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def statistics_of_call(call: Call) -> Statistics:
+    """Of NumPy arrays in shapes of their own."""
+    parts = [statistics(x, ids, transforms, call.want)[0] for x, ids, transforms in _pieces(call)]
+    shapes = call.shape_of_ids, call.positions, call.positions
+    return Statistics(
+        *(
+            _joined([part[n] for part in parts], shape) if wanted else None
+            for n, (wanted, shape) in enumerate(zip(call.want, shapes, strict=True))
+        )
+    )
+
+
+def rank_of_call(call: Call) -> Array:
+    return _joined([rank(*piece) for piece in _pieces(call)], call.shape_of_ids)
+
+
+def _pieces(call: Call) -> Iterator[tuple[Any, Any, Rows]]:
+    """Rows (N, V), their ids (N, K) and transforms: all at once where the strides of the logits allow it."""
+    ids = None if call.ids is None else call.ids.reshape(call.rows, call.many)
+    like = np.empty(0, np.float64 if call.logits.dtype.itemsize == 8 else np.float32)
+    transforms, first = rows_of(call.transforms, call.logits.shape, like), 0
+    for x in _row_views(call.logits):
+        part = slice(first, first + len(x))
+        yield x, None if ids is None else ids[part], transforms.of(part)
+        first += len(x)
+
+
+def _row_views(logits: Array) -> Iterator[Array]:
+    """Views (N, V) that together are all rows in order."""
+    if logits.ndim == 1:
+        yield logits[None, :]
+        return
+    try:
+        yield logits.reshape((-1, logits.shape[-1]), copy=False)
+    except ValueError:
+        for part in logits:
+            yield from _row_views(part)
+
+
+def _joined(parts: list[Any], shape: tuple[int, ...]) -> Array:
+    found: Array = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return found.reshape(shape)
+
+
+def rows_of(transforms: Transforms, shape: tuple[int, ...], like: Array) -> Rows:
+    """`rows_of_call` in NumPy."""
+    return rows_of_call(np, transforms, shape, like, lambda row: row)
 
 
 @QUIET

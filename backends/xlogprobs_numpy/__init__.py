@@ -21,6 +21,8 @@ from xlogprobs.divergence import kl_of_rows
 from xlogprobs.summary import LEAST, Primitives, cut
 from xlogprobs.summary import block_terms as core_block_terms
 from xlogprobs.transforms import Numbers, Point, Rows
+from xlogprobs_cpu import core
+from xlogprobs_cpu.rows import num_threads, threads
 
 PIECE = 1 << 21  # entries of a piece of rows
 HALF_PIECE = 1 << 20  # the same in half precision, where a piece is first widened to 4 MB
@@ -161,8 +163,8 @@ class NumpyBackend(ArrayApiBackend):
         )
 
     def statistics(self, call: Call) -> Statistics:
-        if self._through_kernels(call):
-            return self._with_kernels(call)
+        if core.serves():
+            return core.statistics_of_call(call)
         layout, prim = self.layout(call.logits.shape[-1]), self.primitives(call.logits)
 
         def run(x: Any, ids: Any, transforms: Rows, part: slice) -> tuple[Any, ...]:
@@ -175,24 +177,9 @@ class NumpyBackend(ArrayApiBackend):
         shapes = call.shape_of_ids, call.positions, call.positions
         return Statistics(*(a if a is None else a.reshape(shape) for a, shape in zip(found, shapes, strict=True)))
 
-    def _through_kernels(self, call: Call) -> bool:
-        """Whether the kernels of xlogprobs_cpu run this call: they take rows at any strides, in this machine's bytes."""
-        return core.serves() and call.logits.dtype.isnative and matrix(call.logits) is not None
-
-    def _with_kernels(self, call: Call) -> Statistics:
-        x, ids = matrix(call.logits), call.ids
-        ids = None if ids is None else ids.reshape(call.rows, call.many)
-        transforms = self.transforms(call, np.empty(0, np.float64 if x.dtype.itemsize == 8 else np.float32))
-        found, _ = core.statistics(x, ids, transforms, call.want)
-        shapes = call.shape_of_ids, call.positions, call.positions
-        return Statistics(*(a if a is None else a.reshape(shape) for a, shape in zip(found, shapes, strict=True)))
-
     def rank(self, call: Call) -> Any:
-        if self._through_kernels(call):
-            x = matrix(call.logits)
-            transforms = self.transforms(call, np.empty(0, np.float64 if x.dtype.itemsize == 8 else np.float32))
-            ids = call.ids.reshape(call.rows, call.many)  # type: ignore[union-attr]
-            return core.rank(x, ids, transforms).reshape(call.shape_of_ids)
+        if core.serves():
+            return core.rank_of_call(call)
         prim = self.primitives(call.logits)
 
         def run(x: Any, ids: Any, transforms: Rows, part: slice) -> tuple[Any, ...]:
@@ -254,7 +241,7 @@ class NumpyBackend(ArrayApiBackend):
         return pool
 
     def info(self) -> BackendInfo:
-        how = f"kernels of Numba, {core.threads()} threads" if core.serves() else f"in row pieces, {threads()} threads"
+        how = f"kernels of Numba, {num_threads()} threads" if core.serves() else f"in row pieces, {threads()} threads"
         why = None if core.serves() else 'kernels: numba is not installed: pip install "xlogprobs[cpu]"'
         return BackendInfo(self.name, True, np.__version__, ["cpu"], f"the core, {how}", why)
 
@@ -270,21 +257,6 @@ def rows_of(logits: Any, part: slice) -> Any:
     return logits[index]
 
 
-def matrix(logits: Any) -> Any | None:
-    """(N, V) on the memory of the logits, None where their strides allow no such view."""
-    try:
-        return logits.reshape((-1, logits.shape[-1]), copy=False)
-    except ValueError:
-        return None
-
-
 def native(x: Any) -> Any:
     """In this machine's order of bytes."""
     return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
-
-
-def threads() -> int:
-    """Threads to use: OMP_NUM_THREADS where it is set, and never more than this process may run on."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    return max(1, min(allowed, int(wanted))) if wanted.isdigit() and int(wanted) else allowed

@@ -18,7 +18,7 @@ from xlogprobs.contract import Transforms, Want, is_valid
 from xlogprobs.gradient import Upstream
 from xlogprobs.summary import Summary
 from xlogprobs.transforms import Rows, Shared, number_pair, over_vocabulary, rows_of_call
-from xlogprobs_torch import compiled, derivatives, npu
+from xlogprobs_torch import compiled, derivatives, kernels, npu
 
 import array_api_compat.torch as xp  # isort: skip
 
@@ -125,8 +125,13 @@ def _forward(logits: torch.Tensor, ids: Maybe, transforms: Transforms, want: Wan
         outputs = _outputs(logits, ids, transforms.bias, want)
         if ids is not None and not many:
             return tuple(output.zero_() for output in outputs)
-        flat = [outputs[0].view(rows, -1) if want.logprob else outputs[0], *(each.view(-1) for each in outputs[1:])]
-        flat_ids, whole = _flat(ids, rows, many), _rows(logits, transforms)
+        flat = [outputs[0].view(rows, many) if want.logprob else outputs[0], *(each.view(-1) for each in outputs[1:])]
+        flat_ids = _flat(ids, rows, many)
+        if kernels.serves(logits):
+            views, of_rows = _row_views(_normal(logits), vocab), kernels.rows_of(logits, transforms)
+            kernels.forward(views, flat_ids, of_rows, want, flat)
+            return outputs
+        whole = _rows(logits, transforms)
         for x, where, _ in _pieces(logits, vocab):
             part = _part(whole, where)
             if flat_ids is not None and _fused(x, part, want):
@@ -152,17 +157,24 @@ def _backward(
         result = _normal(logits) if in_place else _fresh(logits)
         if ids is not None and not many:
             return result.zero_()
-        flat_ids, whole = _flat(ids, rows, many), _rows(logits, transforms)
+        flat_ids = _flat(ids, rows, many)
         flat_upstream = [_flat(upstream.logprob, rows, many), *(_flat(each, rows) for each in upstream[1:])]
         # what is empty but for an empty batch was not asked for
         numbers = [each.reshape(-1) if each.numel() else None for each in map(_normal, summary)]
-        for x, where, view in _pieces(logits, vocab, overlap=not in_place):
+        maximum, bias, rest, moment = numbers
+        whole_summary = Summary(maximum, rest, None, bias, moment)
+        by_kernels = kernels.serves(logits)
+        if by_kernels:
+            views, of_rows = _row_views(_normal(logits), vocab), kernels.rows_of(logits, transforms)
+            out = None if in_place else result.view(rows, vocab)
+            kernels.backward(views, flat_ids, Upstream(*flat_upstream), whole_summary, of_rows, out)
+        whole = _rows(logits, transforms)
+        for x, where, view in () if by_kernels else _pieces(logits, vocab, overlap=not in_place):
             part = _part(whole, where)
             if _fused(x, part, want):
                 its = compiled.summary(x, part)
             else:
-                maximum, bias, rest, moment = (None if each is None else each[where] for each in numbers)
-                its = Summary(maximum, rest, None, bias, moment)
+                its = Summary(*(None if each is None else each[where] for each in whole_summary))
             arguments = x, _piece(flat_ids, where), Upstream(*(_piece(each, where) for each in flat_upstream)), its
             if not in_place:
                 compiled.backward(*arguments, part, result.view(rows, vocab)[where])
@@ -177,9 +189,13 @@ def _backward(
 
 def _rank(logits: torch.Tensor, ids: torch.Tensor, transforms: Transforms) -> torch.Tensor:
     with _normalised(logits):
-        rows, _, many = _sizes(logits, ids)
+        rows, vocab, many = _sizes(logits, ids)
         out = torch.zeros_like(ids, memory_format=torch.contiguous_format)
-        _in_pieces(logits, ids, transforms, out.view(rows, many) if many else None, compiled.rank)
+        if many and kernels.serves(logits):
+            views, of_rows = _row_views(_normal(logits), vocab), kernels.rows_of(logits, transforms)
+            kernels.rank(views, _normal(ids).reshape(rows, many), of_rows, out.view(rows, many))
+        else:
+            _in_pieces(logits, ids, transforms, out.view(rows, many) if many else None, compiled.rank)
         return out
 
 

@@ -14,6 +14,7 @@ from xlogprobs.backend import ArrayApiBackend, load
 from xlogprobs.parity.distributions import REAL_VOCAB, Case, absent
 from xlogprobs.parity.quantities import GRADIENTS, Inputs, computed
 
+WITHOUT_KERNELS = ("KL", "top ids")
 PEER_VOCABS = (50257, 151936, REAL_VOCAB)
 
 
@@ -37,6 +38,8 @@ class Column:
 
     def available(self) -> str | None:
         """Why this column cannot run here, or None."""
+        if self.execution == "kernels" and (reason := absent("numba", "cpu")):
+            return reason
         match self.backend.split()[0], self.device:
             case "array-api-strict", _:
                 return absent("array_api_strict", "test")
@@ -52,6 +55,10 @@ class Column:
             return f"not run: array-api-strict has no {case.dtype}"
         if case.quantity in GRADIENTS and not self.differentiable:
             return f"not run: {self.backend} {self.execution} has no gradients"
+        if self.execution == "kernels" and case.quantity in WITHOUT_KERNELS:
+            return f"not run: {self.backend} has no kernels for {case.title}"
+        if self.execution == "kernels" and self.backend == "jax" and case.quantity in GRADIENTS:
+            return "not run: a gradient of jax is traced, and no kernel runs"
         if self.peer and (case.quantity != "logprob" or case.transforms):
             return f"not run: {self.backend} has no {case.title} {' '.join(case.transforms)}".rstrip()
         if self.peer and (case.vocab not in PEER_VOCABS or len(case.shape) != 1 or case.ids_per_position):
@@ -60,7 +67,10 @@ class Column:
 
     def run(self, quantity: str, inputs: Inputs) -> Array:
         """``quantity`` of NumPy ``inputs``, computed this column's way, as a NumPy array."""
-        return self.compute(self, quantity, inputs)
+        from xlogprobs_cpu import core
+
+        with nullcontext() if self.execution == "kernels" else core.disabled():
+            return self.compute(self, quantity, inputs)
 
 
 def _torch_lacks(device: str, *, compiled: bool) -> str | None:
@@ -200,6 +210,9 @@ COLUMNS = (
     Column("array-api-strict", "eager", "cpu", _with_strict),
     Column("numpy", "eager", "cpu", _with_numpy),
     Column("numpy", "array-api", "cpu", _with_numpy),
+    Column("numpy", "kernels", "cpu", _with_numpy),
+    Column("torch", "kernels", "cpu", _with_torch, differentiable=True),
+    Column("jax", "kernels", "cpu", _with_jax),
     Column("torch", "eager", "cpu", _with_torch, differentiable=True),
     Column("torch", "compiled", "cpu", _with_torch, differentiable=True),
     Column("torch", "array-api", "cpu", _with_torch),
