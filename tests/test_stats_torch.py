@@ -345,7 +345,7 @@ def test_only_arguments_and_numbers_of_rows_are_saved(name):
 @pytest.mark.parametrize("stance", ["force_eager", "default"])
 def test_a_row_has_the_same_bits_in_any_batch(stance):
     vocab = 1300
-    options = {"temperature": 0.6, "mask": kept(vocab)}
+    options = {"temperature": 0.6, "scale": 1.1, "softcap": 20.0, "bias": normal(vocab, seed=6), "mask": kept(vocab)}
     logits, ids = normal(300, vocab), some_ids(300, vocab=vocab)
     with torch.compiler.set_stance(stance):
         whole = token_stats(logits, ids, top_k=4, **options)

@@ -177,7 +177,7 @@ def pieces(rows: int, vocab: int, device: torch.device, overlap: bool) -> Iterat
 
 def forward(x: torch.Tensor, ids: torch.Tensor | None, transforms: Rows, want: Want) -> tuple[Any, ...]:
     """Of contiguous rows (N, V): logprob, entropy, lse, and the summaries' max, bias, rest and moment."""
-    result: tuple[Any, ...] = _run(_forward, x, ids, transforms, want)
+    result: tuple[Any, ...] = _run(_forward, x, transforms, ids, want)
     return result
 
 
@@ -191,10 +191,10 @@ def backward(
 ) -> torch.Tensor:
     """Writes the gradient into contiguous ``out`` (N, V) of the dtype of the rows; into the rows where it is None."""
     if out is None:
-        columns, at_columns = _run(_backward_in_place, x, ids, upstream, summary, transforms)
+        columns, at_columns = _run(_backward_in_place, x, transforms, ids, upstream, summary)
         out = x
     else:
-        columns, at_columns = _run(_backward, x, ids, upstream, summary, transforms, out)
+        columns, at_columns = _run(_backward, x, transforms, ids, upstream, summary, out)
     if columns is None:
         return out
     # not scatter_, which copies all of a half-precision array to float32 and back
@@ -203,7 +203,7 @@ def backward(
 
 def rank(x: torch.Tensor, ids: torch.Tensor, transforms: Rows) -> torch.Tensor:
     """(N, K)"""
-    result: torch.Tensor = _run(_rank, x, ids, transforms)
+    result: torch.Tensor = _run(_rank, x, transforms, ids)
     return result
 
 
@@ -214,14 +214,14 @@ def top_ids(x: torch.Tensor, ids: torch.Tensor | None, transforms: Rows, count: 
     their largest alike: any other block has ``count`` blocks before it, and in each an entry that comes before all of
     its own.
     """
-    largest, ordered = _run(_largest_of_blocks, x, ids, transforms)
+    largest, ordered = _run(_largest_of_blocks, x, transforms, ids)
     blocks = top(xp, largest, min(count, largest.shape[1])).sort(-1).values
     columns = (blocks[:, :, None] * BLOCK + torch.arange(BLOCK, device=x.device)).flatten(1)
     columns, vocab = columns[:, : x.shape[1]], x.shape[1]
     order = _order_at(x, columns.clamp_max(vocab - 1), transforms)
     order = torch.where(ordered[:, None] & (columns < vocab), order, -float("inf"))
-    found = columns.gather(1, top(xp, order, count))
-    return torch.where(ordered[:, None], found, -1)
+    found: torch.Tensor = torch.where(ordered[:, None], columns.gather(1, top(xp, order, count)), -1)
+    return found
 
 
 def summary(x: torch.Tensor, transforms: Rows) -> Summary:
@@ -239,7 +239,7 @@ def _widened(transforms: Rows, x: torch.Tensor) -> Rows:
     )
 
 
-def _forward(x: torch.Tensor, ids: torch.Tensor | None, transforms: Rows, want: Want) -> tuple[Any, ...]:
+def _forward(x: torch.Tensor, transforms: Rows, ids: torch.Tensor | None, want: Want) -> tuple[Any, ...]:
     prim = primitives(x.device, x.dtype)
     statistics, summary = statistics_of_rows(x, ids, _widened(transforms, x), layout(x.shape[1], x.device), prim, want)
     return *statistics, summary.max, summary.bias, summary.rest, summary.moment
@@ -247,10 +247,10 @@ def _forward(x: torch.Tensor, ids: torch.Tensor | None, transforms: Rows, want: 
 
 def _backward(
     x: torch.Tensor,
+    transforms: Rows,
     ids: torch.Tensor | None,
     upstream: Upstream,
     summary: Summary,
-    transforms: Rows,
     out: torch.Tensor,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     found = gradient(x, ids, upstream, summary, _widened(transforms, x), primitives(x.device, x.dtype))
@@ -259,17 +259,17 @@ def _backward(
 
 
 def _backward_in_place(
-    x: torch.Tensor, ids: torch.Tensor | None, upstream: Upstream, summary: Summary, transforms: Rows
+    x: torch.Tensor, transforms: Rows, ids: torch.Tensor | None, upstream: Upstream, summary: Summary
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    return _backward(x, ids, upstream, summary, transforms, x)
+    return _backward(x, transforms, ids, upstream, summary, x)
 
 
-def _rank(x: torch.Tensor, ids: torch.Tensor, transforms: Rows) -> torch.Tensor:
+def _rank(x: torch.Tensor, transforms: Rows, ids: torch.Tensor) -> torch.Tensor:
     return rank_of_rows(x, ids, _widened(transforms, x), primitives(x.device, x.dtype))
 
 
 def _largest_of_blocks(
-    x: torch.Tensor, ids: torch.Tensor | None, transforms: Rows
+    x: torch.Tensor, transforms: Rows, ids: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     order, ordered = order_of_rows(x, ids, _widened(transforms, x), primitives(x.device, x.dtype))
     whole = x.shape[1] // BLOCK * BLOCK
@@ -289,36 +289,35 @@ def _order_at(x: torch.Tensor, columns: torch.Tensor, transforms: Rows) -> torch
     return order
 
 
-def _run(function: Function, x: torch.Tensor, *rest: Any) -> Any:
-    device = x.device
+def _run(function: Function, x: torch.Tensor, transforms: Rows, *rest: Any) -> Any:
+    device, arguments = x.device, (x, transforms, *rest)
     if not compiles(device):
-        return function(x, *rest)
+        return function(*arguments)
     fixed = policy(device.type).fixed_rows
-    if not fixed:
-        _any_rows((x, *rest))
+    _any_rows(arguments, fixed)
     key = (
-        function.__name__, device.type, _form((x, *rest)),
+        function.__name__, device.type, _form(arguments),
         x.shape[0] if fixed else None, torch.get_num_threads() if device.type == "cpu" else None,
     )  # fmt: skip
     graph = _compiled.get(key)
     if graph is not None:
-        return graph(x, *rest)
+        return graph(*arguments)
     with _lock:  # one thread compiles, the others of a first call together wait for it
         if key not in _compiled:
-            graph = _compile(function, device.type)
+            graph = _compile(function, device.type, transforms)
             try:
                 with warnings.catch_warnings():  # a deprecation inside the compiler is no failure of it
                     warnings.simplefilter("ignore")
-                    result = graph(x, *rest)
+                    result = graph(*arguments)
             except Exception as error:
-                result = function(x, *rest)  # an error of the call itself, and not of its compilation, shows here
+                result = function(*arguments)  # an error of the call itself, and not of its compilation, shows here
                 _without_compiler.add(device.type)
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 warnings.warn(f"xlogprobs runs eagerly on {device.type}: {reason}", RuntimeWarning, stacklevel=2)
                 return result
             _compiled[key] = graph
             return result
-    return _compiled[key](x, *rest)
+    return _compiled[key](*arguments)
 
 
 def _form(argument: Any) -> Any:
@@ -328,12 +327,15 @@ def _form(argument: Any) -> Any:
     return tuple(map(_form, argument)) if isinstance(argument, tuple) else argument
 
 
-def _compile(function: Function, device_type: str) -> Function:
+def _compile(function: Function, device_type: str, transforms: Rows) -> Function:
     backend = (npu.compiler() if device_type == "npu" else None) or "inductor"
     options: dict[str, Any] = {}
     if hasattr(torch.compiler, "skip_guard_on_globals_unsafe"):
         options["guard_filter_fn"] = _without_global_guards
-    if device_type == "cpu" and backend == "inductor" and _can_contract():
+    # a product that a softcap or a bias adds to more than one sum is contracted in one graph and not in another, and an
+    # entry's bits would change with the number of rows
+    plain = transforms.inner is None and transforms.bias is None
+    if device_type == "cpu" and backend == "inductor" and plain and _can_contract():
         options["cpp.enable_floating_point_contract_flag"] = "fast"  # a * b + c in one instruction, rounded once
     return torch.compile(_own_code(function), dynamic=False, fullgraph=True, backend=backend, options=options)
 
@@ -355,12 +357,16 @@ def _own_code(function: Function) -> Function:
     return types.FunctionType(code.replace(co_name=code.co_name), function.__globals__, code.co_name)
 
 
-def _any_rows(argument: Any) -> None:
-    """Marks the row dimension, where a graph should take any number of rows."""
-    if isinstance(argument, Shared) and argument.values.ndim == 1:
-        return  # its first dimension is the vocabulary
+def _any_rows(argument: Any, fixed: bool) -> None:
+    """Marks the dimensions that a graph should take any number of: those of rows unless they are fixed, and what rows
+    share by a number of each."""
+    if isinstance(argument, Shared):
+        if argument.row is not None:
+            torch._dynamo.decorators.mark_unbacked(argument.values, 0)
+        if fixed or argument.values.ndim == 1:  # the first dimension is then fixed, or the vocabulary
+            return
     if isinstance(argument, tuple):
         for each in argument:
-            _any_rows(each)
-    elif isinstance(argument, torch.Tensor):
+            _any_rows(each, fixed)
+    elif isinstance(argument, torch.Tensor) and not fixed:
         torch._dynamo.decorators.mark_unbacked(argument, 0)
