@@ -16,7 +16,7 @@ Maybe = torch.Tensor | None
 
 
 def serves(logits: torch.Tensor) -> bool:
-    return logits.device.type == "cpu" and core.serves()
+    return logits.device.type == "cpu" and core.serves() and not logits.is_neg()  # NumPy has no lazy negation
 
 
 def forward(
