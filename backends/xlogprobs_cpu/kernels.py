@@ -48,9 +48,26 @@ def compiled(fastmath: Any = False, **options: Any) -> Callable[[Any], Any]:
 
 inlined = njit(nogil=True, error_model="numpy", forceinline=True)
 called = njit(nogil=True, error_model="numpy")
+INLINED = {"error_model": "numpy", "forceinline": True}
 FUSED = {"error_model": "numpy", "forceinline": True, "fastmath": {"contract"}}
 
 WORD = ir.IntType(32)
+
+
+def by_type(choose: Callable[..., Any]) -> Any:
+    """A function that, given its arguments' types, chooses what is compiled. (A branch on None inside compiled code
+    would still give its variables the types of both sides.)"""
+
+    def chosen(*arguments: Any) -> Any:
+        raise NotImplementedError("compiled code only")
+
+    overload(chosen, jit_options=INLINED, strict=False)(choose)
+    return chosen
+
+
+def is_none(kind: Any) -> bool:
+    return bool(kind == types.none)
+
 
 # -- values and their bits
 
@@ -352,46 +369,52 @@ def softcap(v, cap):  # type: ignore[no-untyped-def]
     return choose(wide == -inf, wide, difference), 4.0 * e * w * inverse * inverse
 
 
-@inlined
-def of_distance(temperature, cap, bias):  # type: ignore[no-untyped-def]
+@by_type
+def of_distance(temperature: Any, cap: Any, bias: Any) -> Any:
     """The temperature that is left for `exponential`: with softcap or bias, `distance` is the whole of s."""
-    if cap is None:
-        if bias is None:
-            return temperature
-    return None
+    if is_none(cap) and is_none(bias):
+        return lambda temperature, cap, bias: temperature
+    return lambda temperature, cap, bias: None
 
 
-@inlined
-def distance(v, offset, top, bias_top, cap, unit, inverse):  # type: ignore[no-untyped-def]
+@by_type
+def distance(v: Any, offset: Any, top: Any, bias_top: Any, cap: Any, unit: Any, inverse: Any) -> Any:
     """(d, z, slope): what `exponential` takes, in the arithmetic type; what orders the entries, v or with a bias s in
     float64; and the slope of y in v, None without a softcap."""
-    if cap is None:
-        if offset is None:
-            return v - top, v, None
+
+    def biased(v, offset, top, bias_top, cap, unit, inverse):  # type: ignore[no-untyped-def]
         s = (same(v, 0.0) - same(top, 0.0) + (offset - bias_top) * unit) * inverse
         return same(s, v), s, None
-    y, slope = softcap(v, cap)
-    if offset is None:
+
+    def capped(v, offset, top, bias_top, cap, unit, inverse):  # type: ignore[no-untyped-def]
+        y, slope = softcap(v, cap)
         return same(y * inverse, v), v, slope
-    s = (y + (offset - bias_top) * unit) * inverse
-    return same(s, v), s, slope
+
+    def both(v, offset, top, bias_top, cap, unit, inverse):  # type: ignore[no-untyped-def]
+        y, slope = softcap(v, cap)
+        s = (y + (offset - bias_top) * unit) * inverse
+        return same(s, v), s, slope
+
+    if is_none(cap):
+        return (lambda v, offset, top, bias_top, cap, unit, inverse: (v - top, v, None)) if is_none(offset) else biased
+    return capped if is_none(offset) else both
 
 
-@inlined
-def offset_at(bias, j):  # type: ignore[no-untyped-def]
-    if bias is None:
-        return None
-    return same(bias[j], 0.0)
+@by_type
+def offset_at(bias: Any, j: Any) -> Any:
+    if is_none(bias):
+        return lambda bias, j: None
+    return lambda bias, j: same(bias[j], 0.0)
 
 
 # -- a block of a row: arrays of its columns, since the compiler knows the sign of an index that counts from 0
 
 
-@inlined
-def columns(row, first, stop):  # type: ignore[no-untyped-def]
-    if row is None:
-        return None
-    return row[first:stop]
+@by_type
+def columns(row: Any, first: Any, stop: Any) -> Any:
+    if is_none(row):
+        return lambda row, first, stop: None
+    return lambda row, first, stop: row[first:stop]
 
 
 @njit(error_model="numpy", forceinline=True, fastmath={"reassoc"})
@@ -425,62 +448,81 @@ def place(most, x, sign, mask, bias, unit, top, bias_top, cap, inverse):  # type
     return found
 
 
-@inlined
-def bias_value(value, bias):  # type: ignore[no-untyped-def]
-    if bias is None:
-        return None
-    return value
-
-
-@inlined
-def lowest(top, bias):  # type: ignore[no-untyped-def]
+@by_type
+def lowest(top: Any, bias: Any) -> Any:
     """-inf in the type of what orders the entries."""
-    if bias is None:
-        return same(-inf, top)
-    return -inf
+    if is_none(bias):
+        return lambda top, bias: same(-inf, top)
+    return lambda top, bias: -inf
 
 
-@inlined
-def level(top, bias):  # type: ignore[no-untyped-def]
+@by_type
+def level(top: Any, bias: Any) -> Any:
     """The reference's own place in the order."""
-    if bias is None:
-        return top
-    return 0.0
+    if is_none(bias):
+        return lambda top, bias: top
+    return lambda top, bias: 0.0
+
+
+@by_type
+def shift(old: Any, old_bias: Any, top: Any, bias_top: Any, bias: Any, cap: Any, unit: Any, inverse: Any) -> Any:
+    """The `distance` of the reference before from the one now."""
+    if is_none(bias):
+        return lambda old, old_bias, top, bias_top, bias, cap, unit, inverse: distance(
+            old, None, top, bias_top, cap, unit, inverse
+        )[0]
+    return lambda old, old_bias, top, bias_top, bias, cap, unit, inverse: distance(
+        old, old_bias, top, bias_top, cap, unit, inverse
+    )[0]
+
+
+@by_type
+def leader_of(
+    most: Any, x: Any, sign: Any, mask: Any, bias: Any, unit: Any, top: Any, bias_top: Any, cap: Any, inverse: Any
+) -> Any:
+    """v and bias of the entry whose `key` is ``most``."""
+
+    def found(most, x, sign, mask, bias, unit, top, bias_top, cap, inverse):  # type: ignore[no-untyped-def]
+        column = place(most, x, sign, mask, bias, unit, top, bias_top, cap, inverse)
+        return entry(x, column, sign, mask), same(bias[column], 0.0)
+
+    if is_none(bias):
+        return lambda most, x, sign, mask, bias, unit, top, bias_top, cap, inverse: (from_key(most), 0.0)
+    return found
 
 
 # -- rows
 
 
-@inlined
-def row_at(memory, n, which, vocab):  # type: ignore[no-untyped-def]
+@by_type
+def row_at(memory: Any, n: Any, which: Any, vocab: Any) -> Any:
     """Row n, or row ``which[n]``, of a matrix given as (address, bytes from row to row, a scalar of its type)."""
-    if memory is None:
-        return None
-    address, stride, kind = memory
-    if which is None:
-        return elements(address + n * stride, vocab, kind)
-    return elements(address + which[n] * stride, vocab, kind)
+    if is_none(memory):
+        return lambda memory, n, which, vocab: None
+    if is_none(which):
+        return lambda memory, n, which, vocab: elements(memory[0] + n * memory[1], vocab, memory[2])
+    return lambda memory, n, which, vocab: elements(memory[0] + which[n] * memory[1], vocab, memory[2])
 
 
-@inlined
-def value_at(values, n, default):  # type: ignore[no-untyped-def]
-    if values is None:
-        return default
-    return values[n]
+@by_type
+def value_at(values: Any, n: Any, default: Any) -> Any:
+    if is_none(values):
+        return lambda values, n, default: default
+    return lambda values, n, default: values[n]
 
 
-@inlined
-def sign_at(sign, n, like):  # type: ignore[no-untyped-def]
-    if sign is None:
-        return None
-    return same(sign[n], like)
+@by_type
+def sign_at(sign: Any, n: Any, like: Any) -> Any:
+    if is_none(sign):
+        return lambda sign, n, like: None
+    return lambda sign, n, like: same(sign[n], like)
 
 
-@inlined
-def cap_of(top, inner, n):  # type: ignore[no-untyped-def]
-    if inner is None:
-        return None
-    return cap_at(top, inner[n])
+@by_type
+def cap_of(top: Any, inner: Any, n: Any) -> Any:
+    if is_none(inner):
+        return lambda top, inner, n: None
+    return lambda top, inner, n: cap_at(top, inner[n])
 
 
 @compiled()
@@ -491,7 +533,11 @@ def summarize(  # type: ignore[no-untyped-def]
     first, stop, vocab = part
     spread = of_distance(temperature, inner, bias)
     for n in range(first, stop):
-        logits, kept, added = row_at(x, n, None, vocab), row_at(mask, n, mask_row, vocab), row_at(bias, n, bias_row, vocab)
+        logits, kept, added = (
+            row_at(x, n, None, vocab),
+            row_at(mask, n, mask_row, vocab),
+            row_at(bias, n, bias_row, vocab),
+        )
         top, bias_top = same(0.0, tops[0]), 0.0
         side, unit, inverse = sign_at(sign, n, top), value_at(bias_unit, n, 1.0), 1.0 / value_at(temperature, n, 1.0)
         scale, cap = scale_of(spread, n, UNIT, top), cap_of(top, inner, n)
@@ -508,15 +554,11 @@ def summarize(  # type: ignore[no-untyped-def]
                 others, moment = others + total, moment + product
                 continue
             # the block holds a new reference: what was summed before moves there, and the block is summed again
-            old, old_bias = same(top, 0.0), bias_value(bias_top, added)
-            if bias is None:
-                top = from_key(most)
-            else:
-                column = place(most, block, side, keep, biases, unit, top, bias_top, cap, inverse)
-                top, bias_top = entry(block, column, side, keep), same(biases[column], 0.0)
+            old, old_bias = same(top, 0.0), bias_top
+            top, bias_top = leader_of(most, block, side, keep, biases, unit, top, bias_top, cap, inverse)
             cap = cap_of(top, inner, n)
             if leader != NONE:
-                step = distance(old, old_bias, same(top, 0.0), bias_top, cap, unit, inverse)[0] * tempered
+                step = shift(old, old_bias, same(top, 0.0), bias_top, added, cap, unit, inverse) * tempered
                 step = step if step > FARTHEST else FARTHEST
                 weight = exp(step)
                 moment, others = weight * (moment + step * (others + best)), weight * (others + best)
@@ -534,8 +576,18 @@ def summarize(  # type: ignore[no-untyped-def]
             rest = others
             for start, end in ((0, column), (column + 1, block.size)):
                 most, total, product = block_sums(
-                    columns(block, start, end), side, columns(keep, start, end), columns(biases, start, end),
-                    unit, top, bias_top, cap, inverse, scale, spread, None,
+                    columns(block, start, end),
+                    side,
+                    columns(keep, start, end),
+                    columns(biases, start, end),
+                    unit,
+                    top,
+                    bias_top,
+                    cap,
+                    inverse,
+                    scale,
+                    spread,
+                    None,
                 )
                 rest = rest + total
         tops[n] = (top if rest == rest else same(nan, top)) if leader != NONE else same(rest - inf, top)
@@ -546,26 +598,26 @@ def summarize(  # type: ignore[no-untyped-def]
             moments[n] = moment
 
 
-@inlined
-def sloped(value, slope):  # type: ignore[no-untyped-def]
-    if slope is None:
-        return value
-    return value * slope
+@by_type
+def sloped(value: Any, slope: Any) -> Any:
+    if is_none(slope):
+        return lambda value, slope: value
+    return lambda value, slope: value * slope
 
 
-@inlined
-def is_held(v, offset):  # type: ignore[no-untyped-def]
+@by_type
+def is_held(v: Any, offset: Any) -> Any:
     """Whether an entry of a row with a distribution has a probability."""
-    if offset is None:
-        return v != -inf
-    return v != -inf and offset != -inf
+    if is_none(offset):
+        return lambda v, offset: v != -inf
+    return lambda v, offset: (v != -inf) & (offset != -inf)
 
 
-@inlined
-def target(logits, out, n, vocab):  # type: ignore[no-untyped-def]
-    if out is None:
-        return logits
-    return row_at(out, n, None, vocab)
+@by_type
+def target(logits: Any, out: Any, n: Any, vocab: Any) -> Any:
+    if is_none(out):
+        return lambda logits, out, n, vocab: logits
+    return lambda logits, out, n, vocab: row_at(out, n, None, vocab)
 
 
 @called
@@ -585,8 +637,24 @@ def fill_row(  # type: ignore[no-untyped-def]
 
 @compiled()
 def gradient(  # type: ignore[no-untyped-def]
-    part, x, out, temperature, sign, inner, bias, bias_row, bias_unit, mask, mask_row,
-    tops, bias_tops, rests, ids, upstream, alpha, beta
+    part,
+    x,
+    out,
+    temperature,
+    sign,
+    inner,
+    bias,
+    bias_row,
+    bias_unit,
+    mask,
+    mask_row,
+    tops,
+    bias_tops,
+    rests,
+    ids,
+    upstream,
+    alpha,
+    beta,
 ):
     """Gradient of the rows ``part`` into ``out``, which None makes ``x`` itself."""
     first, stop, vocab = part
@@ -594,7 +662,11 @@ def gradient(  # type: ignore[no-untyped-def]
     many = ids.shape[1]
     saved = np.empty(many, tops.dtype)
     for n in range(first, stop):
-        logits, kept, added = row_at(x, n, None, vocab), row_at(mask, n, mask_row, vocab), row_at(bias, n, bias_row, vocab)
+        logits, kept, added = (
+            row_at(x, n, None, vocab),
+            row_at(mask, n, mask_row, vocab),
+            row_at(bias, n, bias_row, vocab),
+        )
         result = target(logits, out, n, vocab)
         top = tops[n]
         has_distribution = top - top == 0.0 and rests[n] == rests[n]
@@ -621,8 +693,22 @@ def gradient(  # type: ignore[no-untyped-def]
         for k in range(many):
             saved[k] = entry(logits, max(ids[n, k], 0), side, kept)
         fill_row(
-            result, x[2], logits, side, kept, added, unit, top, bias_top, cap, inverse, scale, spread,
-            same(weight, top), same(linear, top), beta,
+            result,
+            x[2],
+            logits,
+            side,
+            kept,
+            added,
+            unit,
+            top,
+            bias_top,
+            cap,
+            inverse,
+            scale,
+            spread,
+            same(weight, top),
+            same(linear, top),
+            beta,
         )
         for k in range(many):
             j = ids[n, k]
@@ -646,7 +732,11 @@ def count_greater(  # type: ignore[no-untyped-def]
     """For the rows ``part``: how many entries stand strictly above the one at each id; 0 for a negative id."""
     first, stop, vocab = part
     for n in range(first, stop):
-        logits, kept, added = row_at(x, n, None, vocab), row_at(mask, n, mask_row, vocab), row_at(bias, n, bias_row, vocab)
+        logits, kept, added = (
+            row_at(x, n, None, vocab),
+            row_at(mask, n, mask_row, vocab),
+            row_at(bias, n, bias_row, vocab),
+        )
         side, unit, cap = sign_at(sign, n, like), value_at(bias_unit, n, 1.0), cap_of(0.0, inner, n)
         for k in range(ids.shape[1]):
             counts[n, k] = 0
@@ -659,14 +749,15 @@ def count_greater(  # type: ignore[no-untyped-def]
                     counts[n, k] += above(mark, block, side, keep, biases, unit, cap)
 
 
-@inlined
-def height(x, j, sign, mask, bias, unit, cap):  # type: ignore[no-untyped-def]
+@by_type
+def height(x: Any, j: Any, sign: Any, mask: Any, bias: Any, unit: Any, cap: Any) -> Any:
     """What ranks go by: v, or with a bias y + bias * k, rounded to the arithmetic type."""
-    v = entry(x, j, sign, mask)
-    if bias is None:
-        return v
-    zero = same(0.0, v)
-    return same(distance(v, offset_at(bias, j), zero, 0.0, cap, unit, 1.0)[1], v)
+
+    def biased(x, j, sign, mask, bias, unit, cap):  # type: ignore[no-untyped-def]
+        v = entry(x, j, sign, mask)
+        return same(distance(v, offset_at(bias, j), same(0.0, v), 0.0, cap, unit, 1.0)[1], v)
+
+    return (lambda x, j, sign, mask, bias, unit, cap: entry(x, j, sign, mask)) if is_none(bias) else biased
 
 
 @called
