@@ -15,10 +15,10 @@ import pytest
 
 pytest.importorskip("numba", reason="numba is not installed")
 
-import xlogprobs_cpu  # noqa: E402
-from xlogprobs_cpu import RowTransforms, count_greater, gradient, rows, summarize  # noqa: E402
+import xlogprobs_cpu
+from xlogprobs_cpu import RowTransforms, count_greater, gradient, rows, summarize
 
-from xlogprobs.parity import bound, gradient_bound  # noqa: E402
+from xlogprobs.parity import bound, gradient_bound
 
 DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
 ROWS = 6

@@ -54,6 +54,9 @@ class RowTransforms(NamedTuple):
     """(N,) int64: which of the R rows of mask"""
 
 
+PLAIN = RowTransforms()
+
+
 class Summary(NamedTuple):
     """Of each row: v and bias at the reference, the sum of e^s over all entries but the reference, and that of e^s s.
 
@@ -75,9 +78,7 @@ def available() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
-def summarize(
-    x: Array, transforms: RowTransforms = RowTransforms(), want_t: bool = False, threads: int | None = None
-) -> Summary:
+def summarize(x: Array, transforms: RowTransforms = PLAIN, want_t: bool = False, threads: int | None = None) -> Summary:
     """Summary of each row of ``x``: one read, and a row's bits depend on the row alone.
 
     Arguments:
@@ -161,8 +162,8 @@ def gradient(
             part = out[first:stop] if direct else np.empty((stop - first, call.vocab), out.dtype)
         kernels.gradient(
             (first, stop, call.vocab), logits, None if part is None else _memory(part, first), call.temperature,
-            call.sign, call.inner, bias, bias_row, call.bias_unit, mask, mask_row, top, bias_at_max, rest, ids, upstream,
-            alpha, beta,
+            call.sign, call.inner, bias, bias_row, call.bias_unit, mask, mask_row, top, bias_at_max, rest, ids,
+            upstream, alpha, beta,
         )  # fmt: skip
         if not direct:
             out[first:stop] = alive[0] if part is None else part

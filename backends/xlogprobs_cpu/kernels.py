@@ -83,7 +83,7 @@ def _pointer(context: Any, address: Any, kind: Any) -> Any:
 
 
 @inlined
-def elements(address, count, kind):  # type: ignore[no-untyped-def]
+def elements(address, count, kind):
     """``count`` neighbours in memory, of the type of the scalar ``kind``."""
     return carray(_pointer(address, kind), (count,))
 
@@ -239,7 +239,7 @@ def _polynomial(f: Any) -> Any:
 
 
 @njit(**FUSED)
-def taylor(f):  # type: ignore[no-untyped-def]
+def taylor(f):
     """(e^f - 1) / f in float64 to 1e-9, |f| < 0.3475."""
     p = f / 40320.0 + 1 / 5040.0
     p = p * f + 1 / 720.0
@@ -259,7 +259,7 @@ def _expm1_ratio(f: Any, like: Any) -> Any:
     if like == types.float32:
         return lambda f, like: taylor(f)
 
-    def long(f, like):  # type: ignore[no-untyped-def]
+    def long(f, like):
         p = f / 87178291200.0 + 1 / 6227020800.0
         p = p * f + 1 / 479001600.0
         p = p * f + 1 / 39916800.0
@@ -291,9 +291,9 @@ def _traits(like: Any) -> Any:
 
 
 @inlined
-def scale_of(temperature, n, unit, like):  # type: ignore[no-untyped-def]
-    """What `exponential` needs of a row's temperature, in the type of ``like``: log2(e) / T, T ln 2 in two parts, 1 / T,
-    the least distance, and what rounds to an integer. ``unit`` is None for e^s itself."""
+def scale_of(temperature, n, unit, like):
+    """What `exponential` needs of a row's temperature, in the type of ``like``: log2(e) / T, T ln 2 in two parts,
+    1 / T, the least distance, and what rounds to an integer. ``unit`` is None for e^s itself."""
     t = 1.0
     if temperature is not None:
         t = temperature[n]
@@ -313,7 +313,7 @@ def scale_of(temperature, n, unit, like):  # type: ignore[no-untyped-def]
 
 
 @njit(**FUSED)
-def exponential(d, scale, temperature):  # type: ignore[no-untyped-def]
+def exponential(d, scale, temperature):
     """e^(d / T) of a distance d <= 0; 0 where that is out of reach."""
     rate, high, low, inverse, least, round_ = scale
     shifted = d * rate + round_
@@ -329,7 +329,7 @@ def exponential(d, scale, temperature):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def entry(x, j, sign, mask):  # type: ignore[no-untyped-def]
+def entry(x, j, sign, mask):
     """v: the logit, widened, signed and masked."""
     v = widen(x[j])
     if sign is not None:
@@ -340,8 +340,8 @@ def entry(x, j, sign, mask):  # type: ignore[no-untyped-def]
 
 
 @njit(**FUSED)
-def cap_at(top, inner):  # type: ignore[no-untyped-def]
-    """What `softcap` needs of a reference ``top``, in float64. Beyond 170 tanh is 1 to 1e-147, and e^(2 * 340) finite."""
+def cap_at(top, inner):
+    """What `softcap` needs of a reference ``top``, in float64. Beyond 170, tanh is 1 to 1e-147, and e^680 finite."""
     limit = 170.0 * inner
     held = max(min(same(top, 0.0), limit), -limit)
     w = exp(-2.0 * held / inner)
@@ -349,7 +349,7 @@ def cap_at(top, inner):  # type: ignore[no-untyped-def]
 
 
 @njit(**FUSED)
-def softcap(v, cap):  # type: ignore[no-untyped-def]
+def softcap(v, cap):
     """tanh a - tanh b and 1 - tanh^2 a in float64, for a = v / inner and b that of the reference.
 
     With e = e^(2 (a - b)) and w = e^(-2 b), the difference is 2 w / (1 + w) * (e - 1) / (e + w), whose terms are exact
@@ -382,15 +382,15 @@ def distance(v: Any, offset: Any, top: Any, bias_top: Any, cap: Any, unit: Any, 
     """(d, z, slope): what `exponential` takes, in the arithmetic type; what orders the entries, v or with a bias s in
     float64; and the slope of y in v, None without a softcap."""
 
-    def biased(v, offset, top, bias_top, cap, unit, inverse):  # type: ignore[no-untyped-def]
+    def biased(v, offset, top, bias_top, cap, unit, inverse):
         s = (same(v, 0.0) - same(top, 0.0) + (offset - bias_top) * unit) * inverse
         return same(s, v), s, None
 
-    def capped(v, offset, top, bias_top, cap, unit, inverse):  # type: ignore[no-untyped-def]
+    def capped(v, offset, top, bias_top, cap, unit, inverse):
         y, slope = softcap(v, cap)
         return same(y * inverse, v), v, slope
 
-    def both(v, offset, top, bias_top, cap, unit, inverse):  # type: ignore[no-untyped-def]
+    def both(v, offset, top, bias_top, cap, unit, inverse):
         y, slope = softcap(v, cap)
         s = (y + (offset - bias_top) * unit) * inverse
         return same(s, v), s, slope
@@ -418,12 +418,12 @@ def columns(row: Any, first: Any, stop: Any) -> Any:
 
 
 @njit(error_model="numpy", forceinline=True, fastmath={"reassoc"})
-def add(a, b):  # type: ignore[no-untyped-def]
+def add(a, b):
     return a + b
 
 
 @called
-def block_sums(x, sign, mask, bias, unit, top, bias_top, cap, inverse, scale, spread, moment):  # type: ignore[no-untyped-def]
+def block_sums(x, sign, mask, bias, unit, top, bias_top, cap, inverse, scale, spread, moment):
     """The `key` of the block's largest, its sum of e^s and, unless ``moment`` is None, that of e^s s."""
     total, product = same(0.0, top), same(0.0, top)
     most = key(lowest(top, bias))
@@ -439,7 +439,7 @@ def block_sums(x, sign, mask, bias, unit, top, bias_top, cap, inverse, scale, sp
 
 
 @called
-def place(most, x, sign, mask, bias, unit, top, bias_top, cap, inverse):  # type: ignore[no-untyped-def]
+def place(most, x, sign, mask, bias, unit, top, bias_top, cap, inverse):
     """The first column whose `key` is ``most``."""
     found = x.size
     for j in range(x.size):
@@ -482,7 +482,7 @@ def leader_of(
 ) -> Any:
     """v and bias of the entry whose `key` is ``most``."""
 
-    def found(most, x, sign, mask, bias, unit, top, bias_top, cap, inverse):  # type: ignore[no-untyped-def]
+    def found(most, x, sign, mask, bias, unit, top, bias_top, cap, inverse):
         column = place(most, x, sign, mask, bias, unit, top, bias_top, cap, inverse)
         return entry(x, column, sign, mask), same(bias[column], 0.0)
 
@@ -526,7 +526,7 @@ def cap_of(top: Any, inner: Any, n: Any) -> Any:
 
 
 @compiled()
-def summarize(  # type: ignore[no-untyped-def]
+def summarize(
     part, x, temperature, sign, inner, bias, bias_row, bias_unit, mask, mask_row, tops, bias_tops, rests, moments
 ):
     """Summary of the rows ``part`` (first, stop, V) into ``tops``, ``bias_tops``, ``rests`` and ``moments``."""
@@ -621,22 +621,17 @@ def target(logits: Any, out: Any, n: Any, vocab: Any) -> Any:
 
 
 @called
-def fill_row(  # type: ignore[no-untyped-def]
-    result, kind, x, sign, mask, bias, unit, top, bias_top, cap, inverse, scale, spread, weight, linear, beta
-):
+def fill_row(result, kind, x, sign, mask, bias, unit, top, bias_top, cap, inverse, scale, spread, weight, linear, beta):
     """e^s * (weight + linear * s), times the slope."""
     for j in range(x.size):
         d, _, slope = distance(entry(x, j, sign, mask), offset_at(bias, j), top, bias_top, cap, unit, inverse)
         e = exponential(d, scale, spread)
-        if beta is None:
-            value = e * weight
-        else:
-            value = e * (weight + linear * max(d, scale[4]))
+        value = e * weight if beta is None else e * (weight + linear * max(d, scale[4]))
         result[j] = narrow(sloped(value, slope), kind)
 
 
 @compiled()
-def gradient(  # type: ignore[no-untyped-def]
+def gradient(
     part,
     x,
     out,
@@ -726,9 +721,7 @@ def gradient(  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def count_greater(  # type: ignore[no-untyped-def]
-    part, x, sign, inner, bias, bias_row, bias_unit, mask, mask_row, like, ids, counts
-):
+def count_greater(part, x, sign, inner, bias, bias_row, bias_unit, mask, mask_row, like, ids, counts):
     """For the rows ``part``: how many entries stand strictly above the one at each id; 0 for a negative id."""
     first, stop, vocab = part
     for n in range(first, stop):
@@ -753,7 +746,7 @@ def count_greater(  # type: ignore[no-untyped-def]
 def height(x: Any, j: Any, sign: Any, mask: Any, bias: Any, unit: Any, cap: Any) -> Any:
     """What ranks go by: v, or with a bias y + bias * k, rounded to the arithmetic type."""
 
-    def biased(x, j, sign, mask, bias, unit, cap):  # type: ignore[no-untyped-def]
+    def biased(x, j, sign, mask, bias, unit, cap):
         v = entry(x, j, sign, mask)
         return same(distance(v, offset_at(bias, j), same(0.0, v), 0.0, cap, unit, 1.0)[1], v)
 
@@ -761,7 +754,7 @@ def height(x: Any, j: Any, sign: Any, mask: Any, bias: Any, unit: Any, cap: Any)
 
 
 @called
-def above(mark, x, sign, mask, bias, unit, cap):  # type: ignore[no-untyped-def]
+def above(mark, x, sign, mask, bias, unit, cap):
     count = 0
     for j in range(x.size):
         count += height(x, j, sign, mask, bias, unit, cap) > mark
