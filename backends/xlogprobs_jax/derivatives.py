@@ -5,7 +5,7 @@ logits,
 
     d logprob_k = dz[id_k] - A      d lse = A      d H = E A - B      A = sum p dz      B = sum p s dz      E = sum p s
 
-and dz of an entry follows from `xlogprobs.transforms`, in y = v or tanh(v / inner):
+and dz of an entry, in the terms of `xlogprobs.transforms`,
 
     dz = (dy + k dbias + bias dk) / T' - z dT' / T'
 
@@ -62,7 +62,7 @@ def _tangent_of_rows(want: Want, primals: tuple[Any, ...], tangents: tuple[Any, 
     x, transforms, ids = primals
     found = rows_with_derivative(want, x, transforms, ids)
     x_dot, transforms_dot, _ = jax.tree.map(lambda dot: None if isinstance(dot, SymbolicZero) else dot, tangents)
-    by, by_dot = numbers(transforms), numbers(transforms_dot)
+    by_dot = numbers(transforms_dot)
     bias_dot = None if transforms.bias is None else transforms_dot.bias.values
     active = jnp.ones(len(x), bool) if ids is None else jnp.any(ids != IGNORED, axis=-1)
     # an ignored row has no derivative, whatever it holds: nothing that follows may be NaN there
@@ -80,9 +80,7 @@ def _tangent_of_rows(want: Want, primals: tuple[Any, ...], tangents: tuple[Any, 
         change = change._replace(logprob=jnp.where(ids == IGNORED, 0, each))
     if want.entropy:
         product = found.mean * mean_change
-        change = change._replace(
-            entropy=jnp.where(active, product - second, 0), mean=mean_change + second - product
-        )
+        change = change._replace(entropy=jnp.where(active, product - second, 0), mean=mean_change + second - product)
     if want.lse:
         change = change._replace(
             lse=jnp.where(active, mean_change + _change_of_top(primitives(x), top, transforms, by_dot), 0)
