@@ -91,12 +91,12 @@ def _tangent_of_rows(want: Want, primals: tuple[Any, ...], tangents: tuple[Any, 
 def _change_of_top(prim: Primitives, top: Point, transforms: Rows, by_dot: Numbers) -> Any:
     """What `_change` leaves out: the change of the largest entry's z with k and T'."""
     by, change = numbers(transforms), jnp.zeros_like(top.value)
+    warm: Any = 1 if by.temperature is None else by.temperature
     if by_dot.temperature is not None:
         z = wide_value(prim, top.column(), transforms)
-        z = (z if prim.has_float64 else z[0])[:, 0]
-        change = change - z / by.temperature * by_dot.temperature
-    if by_dot.unit is not None:
-        change = change + top.bias / by.temperature * by_dot.unit
+        change = change - (z if prim.has_float64 else z[0])[:, 0] / warm * by_dot.temperature
+    if by_dot.unit is not None and top.bias is not None:
+        change = change + top.bias / warm * by_dot.unit
     return change
 
 
@@ -121,7 +121,7 @@ def _sums(
     prim, rows = primitives(x), len(x)
     by, by_dot = (each.map(lambda number: number[:, None]) for each in (numbers(transforms), by_dot))
     mask, bias = (None if array is None else array.spread(jnp, rows) for array in (transforms.mask, transforms.bias))
-    if bias_dot is not None:
+    if bias_dot is not None and transforms.bias is not None:
         bias_dot = transforms.bias._replace(values=bias_dot).spread(jnp, rows)
     reference = top.column()
     at = Point(widen(jnp, value_of(prim, x, mask, by)), bias)
@@ -156,7 +156,8 @@ def _change(
     bias_dot: Any,
 ) -> Any:
     """dz of the entries ``at``, but for what k and T' change in all entries alike: the change of their reference."""
-    change, warm = jnp.zeros_like(s), 1 if by.temperature is None else by.temperature
+    change = jnp.zeros_like(s)
+    warm: Any = 1 if by.temperature is None else by.temperature
     if x_dot is not None:
         factor = slope(prim, at.value, by)
         change = widen(jnp, x_dot) if factor is None else widen(jnp, x_dot) * factor
@@ -168,7 +169,7 @@ def _change(
             change = change - at.value / by.inner * factor * by_dot.inner
     if bias_dot is not None:
         change = change + bias_dot * ((1 if by.unit is None else by.unit) / warm)
-    if by_dot.unit is not None:
+    if by_dot.unit is not None and at.bias is not None and reference.bias is not None:
         change = change + (at.bias - reference.bias) / warm * by_dot.unit
     if by_dot.temperature is not None:
         change = change - s / warm * by_dot.temperature

@@ -51,6 +51,7 @@ def primitives(x: Any) -> Primitives:
         sum=tree_sum if x.shape[1] < SMALL else sum_last_axis,
         sum_last_axis=tree_sum,
         top=top,
+        repeat=repeat,
         resum=partial(resum, block_width(x.shape[1])),
         block_sums=block_sums,
     )
@@ -77,6 +78,11 @@ def tree_sum(xp: Any, terms: Any) -> Any:
         paired = terms[..., :half] + terms[..., half : 2 * half]
         terms = paired if length % 2 == 0 else jnp.concatenate([paired, terms[..., 2 * half :]], axis=-1)
     return terms[..., 0]
+
+
+def repeat(count: int, function: Callable[[Any, Any], Any], state: Any) -> Any:
+    """A loop of XLA: unrolled, it takes XLA some seconds to compile."""
+    return lax.fori_loop(0, count, lambda n, state: function((count - 1 - n).astype(state[0].dtype), state), state)
 
 
 def largest(x: Any) -> Any:
