@@ -47,10 +47,9 @@ def _statistics(want: Want, positive: bool, logits: Any, ids: Any, given: Transf
     shapes = (None if ids is None else ids.shape, positions, positions)
     if rows == 0 or (ids is not None and ids.size == 0):
         zeros = partial(jnp.zeros, dtype=arithmetic(jnp, logits))
-        found = [zeros(shape) if wanted else None for wanted, shape in zip(want, shapes, strict=True)]
-        return Statistics(*found)
+        return Statistics(*(zeros(shape) if wanted else None for wanted, shape in zip(want, shapes, strict=True)))
     x, flat, transforms = _rows(logits, ids, given, positive)
-    found = rows_with_derivative(want, x, transforms, flat)[: len(want)]
+    found: Any = rows_with_derivative(want, x, transforms, flat)[: len(want)]
     return Statistics(
         *(
             None if array is None else jnp.reshape(array[:rows], shape)
@@ -64,7 +63,9 @@ def _rank(positive: bool, logits: Any, ids: Any, given: Transforms) -> Any:
     if ids.size == 0:
         return jnp.zeros(ids.shape, int)
     x, flat, transforms = jax.lax.stop_gradient(_rows(logits, ids, given, positive))
-    rank = rows_in_pieces(lambda x, transforms, ids: rank_of_rows(x, ids, transforms, primitives(x)), x, transforms, flat)
+    rank = rows_in_pieces(
+        lambda x, transforms, ids: rank_of_rows(x, ids, transforms, primitives(x)), x, transforms, flat
+    )
     return jnp.reshape(rank[: math.prod(logits.shape[:-1])], ids.shape)
 
 
@@ -115,7 +116,8 @@ class JaxBackend(ArrayApiBackend):
         return jnp.asarray(array)  # int64 ids become int32 where x64 is off: they are encoded, below V
 
     def statistics(self, call: Call) -> Statistics:
-        return _statistics(call.want, *self._arguments(call))
+        found: Statistics = _statistics(call.want, *self._arguments(call))
+        return found
 
     def rank(self, call: Call) -> Any:
         return _rank(*self._arguments(call))
