@@ -125,7 +125,7 @@ def _forward(logits: torch.Tensor, ids: Maybe, transforms: Transforms, want: Wan
         outputs = _outputs(logits, ids, transforms.bias, want)
         if ids is not None and not many:
             return tuple(output.zero_() for output in outputs)
-        flat = [outputs[0].view(rows, -1) if want.logprob else outputs[0], *(each.view(-1) for each in outputs[1:])]
+        flat = [outputs[0].view(rows, many) if want.logprob else outputs[0], *(each.view(-1) for each in outputs[1:])]
         flat_ids, whole = _flat(ids, rows, many), _rows(logits, transforms)
         for x, where, _ in _pieces(logits, vocab):
             part = _part(whole, where)
