@@ -333,7 +333,7 @@ def entry(x, j, sign, mask):
     """v: the logit, widened, signed and masked."""
     v = widen(x[j])
     if sign is not None:
-        v = choose(v == -inf, v, v * sign)
+        v = choose(abs(v) == inf, v, v * sign)  # what is infinite is judged before any transform
     if mask is not None:
         v = choose(mask[j] != 0, v, same(-inf, v))
     return v

@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 
-from xlogprobs_numpy import threads
-
 PIECE = 1 << 19  # entries of a piece of rows
 ALONE = 1 << 17  # entries that one thread has done before another has woken up
 
@@ -83,3 +81,10 @@ def _pool_of(size: int) -> ThreadPoolExecutor:
         if _pool is None or _pool[0] < size:
             _pool = size, ThreadPoolExecutor(size, thread_name_prefix="xlogprobs-cpu")
         return _pool[1]
+
+
+def threads() -> int:
+    """Threads to use: OMP_NUM_THREADS where it is set, and never more than this process may run on."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    return max(1, min(allowed, int(wanted))) if wanted.isdigit() and int(wanted) else allowed

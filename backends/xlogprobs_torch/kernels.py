@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from xlogprobs_cpu import core
 
 from xlogprobs.contract import Transforms, Want
 from xlogprobs.gradient import Upstream
 from xlogprobs.summary import Summary
 from xlogprobs.transforms import Rows
-from xlogprobs_cpu import core
 
 Maybe = torch.Tensor | None
 
