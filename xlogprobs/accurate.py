@@ -130,7 +130,9 @@ def exp(xp: Any, value: Pair, repeat: Callable[..., Any] = repeat) -> Pair:
         rounded, error = two_sum(one, product[0])
         return two_sum(rounded, error + product[1])
 
-    return repeat(7, lambda n, total: multiply(total, total), repeat(12, term, (one, xp.zeros_like(high))))
+    series: Pair = repeat(12, term, (one, xp.zeros_like(high)))
+    squared: Pair = repeat(7, lambda n, total: multiply(total, total), series)
+    return squared
 
 
 def tanh(xp: Any, value: Pair, repeat: Callable[..., Any] = repeat) -> Pair:

@@ -124,17 +124,14 @@ class JaxBackend(ArrayApiBackend):
 
     def rank(self, call: Call) -> Any:
         if (in_memory := self._in_memory(call)) is not None:
-            return self._like(
-                call, core.rank_of_call(in_memory).astype(np.int64 if jax.config.jax_enable_x64 else np.int32)
-            )
+            return self._like(call, core.rank_of_call(in_memory))
         return _rank(*self._arguments(call))
 
     def top_ids(self, call: Call, count: int) -> Any:
         return _top_ids(count, *self._arguments(call))
 
     def _in_memory(self, call: Call) -> Call | None:
-        """The call in NumPy, on the memory of its arrays, where the kernels of xlogprobs_cpu can run it: it is not traced,
-        and on one CPU."""
+        """The call in NumPy, on the memory of its arrays, where kernels can run it: untraced, and on one CPU."""
         if not core.serves():
             return None
         arrays = [each for each in (call.logits, call.ids, *call.transforms) if isinstance(each, jax.Array)]
