@@ -8,6 +8,7 @@ NumPy arrays go in and come out; torch and JAX share their memory as such. The m
 with the entry of the largest y + bias k as the reference. Numba is imported by the first call.
 """
 
+import functools
 import importlib.util
 from typing import Any, NamedTuple
 
@@ -200,7 +201,7 @@ class _Call:
     """Arguments as the kernels take them: vectors that are contiguous, matrices as addresses."""
 
     def __init__(self, x: Array, transforms: RowTransforms) -> None:
-        if x.dtype.name not in KINDS or x.dtype == bool:
+        if _kind(x.dtype) is None or x.dtype == bool:
             raise TypeError(f"x is {x.dtype}; expected float16, bfloat16, float32 or float64")
         self.x, self.vocab, self.plain = x, x.shape[1], _is_plain(x)
         self.arithmetic: Any = np.float64 if x.dtype.itemsize == 8 else np.float32
@@ -246,7 +247,12 @@ def _plain(matrix: Array) -> Array:
 def _memory(matrix: Array, first: int) -> tuple[int, int, Any]:
     """(address of row 0, bytes from row to row, a scalar of the type) of a matrix that begins with row ``first``."""
     stride = matrix.strides[0]
-    return _address(matrix) - first * stride, stride, KINDS[matrix.dtype.name]
+    return _address(matrix) - first * stride, stride, _kind(matrix.dtype)
+
+
+@functools.cache
+def _kind(dtype: Any) -> Any:
+    return KINDS.get(dtype.name)
 
 
 def _address(array: Array) -> int:
@@ -255,4 +261,6 @@ def _address(array: Array) -> int:
 
 def _own(vector: Any, dtype: Any) -> Any:
     """Contiguous and writable, since Numba compiles anew for what is not."""
-    return None if vector is None else np.require(vector, dtype, ["C", "W", "A"])
+    if vector is None or (vector.flags.carray and vector.dtype == (dtype or vector.dtype)):
+        return vector
+    return np.require(vector, dtype, ["C", "W", "A"])

@@ -241,7 +241,7 @@ def _polynomial(f: Any) -> Any:
 @njit(**FUSED)
 def taylor(f):
     """(e^f - 1) / f in float64 to 1e-9, |f| < 0.3475."""
-    p = f / 40320.0 + 1 / 5040.0
+    p = f * (1 / 40320.0) + 1 / 5040.0
     p = p * f + 1 / 720.0
     p = p * f + 1 / 120.0
     p = p * f + 1 / 24.0
@@ -260,7 +260,7 @@ def _expm1_ratio(f: Any, like: Any) -> Any:
         return lambda f, like: taylor(f)
 
     def long(f, like):
-        p = f / 87178291200.0 + 1 / 6227020800.0
+        p = f * (1 / 87178291200.0) + 1 / 6227020800.0
         p = p * f + 1 / 479001600.0
         p = p * f + 1 / 39916800.0
         p = p * f + 1 / 3628800.0

@@ -46,8 +46,9 @@ def num_threads() -> int:
 
 def over_rows(run: Callable[[int, int], None], rows: int, vocab: int, count: int | None = None) -> None:
     """``run(first, stop)`` of pieces that together are all rows, on up to ``count`` threads."""
-    count, step = count or num_threads(), max(1, PIECE // vocab)
-    if count == 1 or rows * vocab < ALONE:
+    step = max(1, PIECE // vocab)
+    count = 1 if rows * vocab < ALONE else count or num_threads()
+    if count == 1:
         for first in range(0, rows, step):  # an interrupt comes through between two pieces
             run(first, min(first + step, rows))
         return
