@@ -212,13 +212,13 @@ def block_sums(x: Array, transforms: Rows, layout: Layout, prim: Primitives, mom
         at = Point(value_of(prim, block, mask, columns), bias)
         reference, order = largest_of(prim, at, columns)
         total, second = prim.block_terms(prim, at, _finite(xp, reference), here, moment)
-        found = reference.value, reference.bias, order, total, second
+        found = reference.value, reference.bias, None if order is reference.value else order, total, second
         parts.append([None if array is None else xp.reshape(array, (rows, count)) for array in found])
     value, bias, order, total, second = (
         arrays[0] if arrays[0] is None or len(arrays) == 1 else xp.concat(arrays, axis=-1)
         for arrays in zip(*parts, strict=True)
     )
-    return Blocks(Point(value, bias), order, total, second)
+    return Blocks(Point(value, bias), value if order is None else order, total, second)
 
 
 def _per_block(xp: Any, number: Array | None, count: int, shape: tuple[int, ...]) -> Array | None:
