@@ -215,9 +215,11 @@ def block_sums(x: Array, transforms: Rows, layout: Layout, prim: Primitives, mom
     for part in layout.parts():
         at, reference, order, by = part_of_rows(x, transforms, part, prim)
         total, second = prim.block_terms(prim, at, finite(prim.xp, reference), by, moment)
-        found.append((reference.value, reference.bias, order, total, second))
+        # concatenated once where both are the same: twice, Inductor gives up fusing a block's maximum and sums
+        own = None if order is reference.value else order
+        found.append((reference.value, reference.bias, own, total, second))
     value, bias, order, total, second = joined(prim.xp, x.shape[0], found)
-    return Blocks(Point(value, bias), order, total, second)
+    return Blocks(Point(value, bias), value if order is None else order, total, second)
 
 
 def part_of_rows(
