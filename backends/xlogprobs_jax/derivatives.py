@@ -89,7 +89,7 @@ def _tangent_of_rows(want: Want, primals: tuple[Any, ...], tangents: tuple[Any, 
 
 
 def _change_of_top(prim: Primitives, top: Point, transforms: Rows, by_dot: Numbers) -> Any:
-    """What `_change` leaves out: the change of the largest entry's z with k and T'."""
+    """What `_change` leaves out: the change of the largest entry's z with inner, k and T'."""
     by, change = numbers(transforms), jnp.zeros_like(top.value)
     warm: Any = 1 if by.temperature is None else by.temperature
     if by_dot.temperature is not None:
@@ -97,7 +97,15 @@ def _change_of_top(prim: Primitives, top: Point, transforms: Rows, by_dot: Numbe
         change = change - (z if prim.has_float64 else z[0])[:, 0] / warm * by_dot.temperature
     if by_dot.unit is not None and top.bias is not None:
         change = change + top.bias / warm * by_dot.unit
+    if by_dot.inner is not None:
+        change = change + _of_inner(prim, top.value, by) * by_dot.inner
     return change
+
+
+def _of_inner(prim: Primitives, v: Any, by: Numbers) -> Any:
+    """dz of an entry for a change of inner by 1."""
+    factor: Any = slope(prim, v, by._replace(sign=None))
+    return -v / by.inner * factor
 
 
 @partial(jax.checkpoint, static_argnums=(0,))
@@ -155,7 +163,7 @@ def _change(
     by_dot: Numbers,
     bias_dot: Any,
 ) -> Any:
-    """dz of the entries ``at``, but for what k and T' change in all entries alike: the change of their reference."""
+    """dz of the entries ``at``, less what inner, k and T' change in the reference: so it is the change of s, too."""
     change = jnp.zeros_like(s)
     warm: Any = 1 if by.temperature is None else by.temperature
     if x_dot is not None:
@@ -166,7 +174,8 @@ def _change(
         if by_dot.sign is not None:  # the sign of a scale of 0 is the scale itself
             change = change + x * (by_dot.sign if factor is None else by_dot.sign * factor)
         if by_dot.inner is not None:
-            change = change - at.value / by.inner * factor * by_dot.inner
+            own, fixed = (_of_inner(prim, value, by) for value in (at.value, reference.value))
+            change = change + (own - fixed) * by_dot.inner
     if bias_dot is not None:
         change = change + bias_dot * ((1 if by.unit is None else by.unit) / warm)
     if by_dot.unit is not None and at.bias is not None and reference.bias is not None:
