@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xlogprobs.backend import ArrayApiBackend, BackendInfo, Statistics, rank_of_rows, top_ids_of_rows
-from xlogprobs.contract import Call, Transforms, Want
+from xlogprobs.contract import COLDEST, Call, Transforms, Want
 from xlogprobs.transforms import Rows, arithmetic, rows_of_call
 from xlogprobs_jax.derivatives import rows_with_derivative
 from xlogprobs_jax.lowering import barrier, primitives, rows_in_pieces
@@ -64,7 +64,9 @@ def _rank(positive: bool, logits: Any, ids: Any, given: Transforms) -> Any:
     if ids.size == 0:
         return jnp.zeros(ids.shape, int)
     x, flat, transforms = jax.lax.stop_gradient(_rows(logits, ids, given, positive))
-    rank = rows_in_pieces(lambda x, transforms, ids: rank_of_rows(x, ids, transforms, primitives(x)), x, transforms, flat)
+    rank = rows_in_pieces(
+        lambda x, transforms, ids: rank_of_rows(x, ids, transforms, primitives(x)), x, transforms, flat
+    )
     return jnp.reshape(rank[: math.prod(logits.shape[:-1])], ids.shape)
 
 
@@ -126,7 +128,7 @@ class JaxBackend(ArrayApiBackend):
     def _arguments(self, call: Call) -> tuple[bool, Any, Any, Transforms]:
         """Numbers are traced, too, so that no new value compiles anew; only the sign of a scale makes other code."""
         given = call.transforms
-        positive = isinstance(given.scale, float) and given.scale > 0
+        positive = isinstance(given.scale, float) and given.scale >= COLDEST
         pairs = {
             name: split(np.asarray(number), call.logits)
             for name, number in zip(Transforms._fields[:3], given[:3], strict=True)
