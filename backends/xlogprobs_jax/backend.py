@@ -64,9 +64,7 @@ def _rank(positive: bool, logits: Any, ids: Any, given: Transforms) -> Any:
     if ids.size == 0:
         return jnp.zeros(ids.shape, int)
     x, flat, transforms = jax.lax.stop_gradient(_rows(logits, ids, given, positive))
-    rank = rows_in_pieces(
-        lambda x, transforms, ids: rank_of_rows(x, ids, transforms, primitives(x)), x, transforms, flat
-    )
+    rank = rows_in_pieces(lambda x, transforms, ids: rank_of_rows(x, ids, transforms, primitives(x)), x, transforms, flat)
     return jnp.reshape(rank[: math.prod(logits.shape[:-1])], ids.shape)
 
 

@@ -80,7 +80,9 @@ def _tangent_of_rows(want: Want, primals: tuple[Any, ...], tangents: tuple[Any, 
         change = change._replace(logprob=jnp.where(ids == IGNORED, 0, each))
     if want.entropy:
         product = found.mean * mean_change
-        change = change._replace(entropy=jnp.where(active, product - second, 0), mean=mean_change + second - product)
+        change = change._replace(
+            entropy=jnp.where(active, product - second, 0), mean=mean_change + second - product
+        )
     if want.lse:
         change = change._replace(
             lse=jnp.where(active, mean_change + _change_of_top(primitives(x), top, transforms, by_dot), 0)
