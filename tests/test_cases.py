@@ -324,7 +324,7 @@ def test_bfloat16_is_divided_by_t_in_bfloat16_in_torch(torch):
 
 
 def test_every_statistic_depends_on_the_batch(library):
-    logits, ids, mask = normal(64, V), np.arange(64), np.random.default_rng(2).random((64, V)) < 0.7
+    logits, ids, mask = normal(9, V), np.arange(9), np.random.default_rng(2).random((9, V)) < 0.7
 
     def run(part):
         found = token_stats(
@@ -333,8 +333,8 @@ def test_every_statistic_depends_on_the_batch(library):
         return [library.tonumpy(out) for out in found]
 
     together = run(slice(None))
-    for size in (1, 2, 3, 7):
-        parts = [run(slice(first, first + size)) for first in range(0, 64, size)]
+    for size in (1, 3):
+        parts = [run(slice(first, first + size)) for first in range(0, 9, size)]
         for *pieces, whole in zip(*parts, together, strict=True):
             np.testing.assert_array_equal(np.concatenate(pieces), whole)
 
