@@ -7,10 +7,10 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
+from xlogprobs_cpu import core
 
 import xlogprobs
 from xlogprobs import logprobs, parity
-from xlogprobs_cpu import core
 
 V = 300
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")

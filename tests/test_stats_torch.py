@@ -467,3 +467,19 @@ def test_the_transforms_of_torch_func_on_the_joint_output():
             lambda f: func.jacfwd(func.jacfwd(lambda x: sum((s**2).sum() for s in f(x))))(logits),
         ):
             torch.testing.assert_close(transform(ours), transform(theirs), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("batch", [(), (0,), (2, 0)])
+@pytest.mark.parametrize("many", [None, (), (2,), (0,)])
+def test_a_lone_row_and_an_empty_batch_have_every_statistic(batch, many):
+    logits = normal(*batch, 20).requires_grad_()
+    ids = None if many is None else some_ids(*batch, *many, vocab=20)
+    want = ("entropy", "lse") if ids is None else (*ALL, "rank")
+    with torch.compiler.set_stance("force_eager"):
+        found = token_stats(logits, ids, want, top_k=2)
+        sum(each.sum() for each in found[:3] if each is not None).backward()
+    assert found.entropy.shape == found.lse.shape == batch
+    assert found.top_ids.shape == found.top_logprobs.shape == (*batch, 2)
+    assert logits.grad.shape == logits.shape
+    if ids is not None:
+        assert found.logprob.shape == found.rank.shape == ids.shape

@@ -6,6 +6,7 @@ technique for extending the available precision" (1971), for the split and the p
 compilers that reassociate sums would break them, and neither XLA, Inductor nor Triton does by default.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 Array = Any
@@ -107,29 +108,37 @@ def multiply(a: Pair, b: Pair) -> Pair:
     return two_sum(high, low + (a[0] * b[1] + a[1] * b[0]))
 
 
-def exp(xp: Any, value: Pair) -> Pair:
+def repeat(count: int, function: Callable[[Any, Any], Any], state: Any) -> Any:
+    """``function(n, state)`` for n = count - 1, ..., 0, each on the state that the one before it left."""
+    for n in range(count - 1, -1, -1):
+        state = function(n, state)
+    return state
+
+
+def exp(xp: Any, value: Pair, repeat: Callable[..., Any] = repeat) -> Pair:
     """e^value of ``value <= 0``, to 2^-38 relative, for what does not lie far below e^-60 (there: e^-60).
 
-    The Taylor series of e^(value / 128), squared seven times.
+    The Taylor series of e^(value / 128), squared seven times; a compiler may want loops of its own for both.
     """
     far = value[0] < -60.0
     high = xp.where(far, xp.full_like(value[0], -60.0), value[0]) / 128.0
     low = xp.where(far, xp.zeros_like(value[1]), value[1]) / 128.0
     one = one_of(high)
-    total = (one, xp.zeros_like(high))
-    for n in range(12, 0, -1):  # 1 + x / n * (1 + x / (n + 1) * ...)
-        product = multiply(divide(xp, (high, low), (one * n, one * 0)), total)
+
+    def term(n: Any, total: Pair) -> Pair:  # 1 + x / n * (1 + x / (n + 1) * ...)
+        product = multiply(divide(xp, (high, low), (one * (n + 1), one * 0)), total)
         rounded, error = two_sum(one, product[0])
-        total = two_sum(rounded, error + product[1])
-    for _ in range(7):
-        total = multiply(total, total)
-    return total
+        return two_sum(rounded, error + product[1])
+
+    series: Pair = repeat(12, term, (one, xp.zeros_like(high)))
+    squared: Pair = repeat(7, lambda n, total: multiply(total, total), series)
+    return squared
 
 
-def tanh(xp: Any, value: Pair) -> Pair:
+def tanh(xp: Any, value: Pair, repeat: Callable[..., Any] = repeat) -> Pair:
     """To about 2^-36 of 1: ``(1 - e) / (1 + e)`` with ``e = exp(-2 |value|)``."""
     sign = xp.where(value[0] < 0, -xp.ones_like(value[0]), xp.ones_like(value[0]))
-    e_high, e_low = exp(xp, (value[0] * sign * -2.0, value[1] * sign * -2.0))
+    e_high, e_low = exp(xp, (value[0] * sign * -2.0, value[1] * sign * -2.0), repeat)
     one = one_of(e_high)
     below, above = two_sum(one, -e_high), two_sum(one, e_high)
     quotient = divide(xp, (below[0], below[1] - e_low), (above[0], above[1] + e_low))

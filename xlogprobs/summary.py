@@ -144,6 +144,8 @@ class Primitives:
     row_numbers: Callable[[Any, Array], Array] = row_numbers
     top: Callable[[Any, Array, int], Array] = top
     resum: Callable[..., Array] = resum
+    repeat: Callable[..., Any] = accurate.repeat
+    """A loop."""
     block_sums: "Callable[[Array, Rows, Layout, Primitives, bool], Blocks] | None" = None
     """In place of `block_sums`."""
     summarize: "Callable[[Array, Rows, Layout, Primitives, bool], Summary] | None" = None

@@ -281,7 +281,7 @@ def wide_level(prim: "Primitives", at: Point, transforms: Rows) -> Any:
         return level
     pair = at.value, xp.zeros_like(at.value)
     if transforms.inner is not None:
-        high, low = accurate.tanh(xp, accurate.divide(xp, pair, _columns(transforms.inner)))
+        high, low = accurate.tanh(xp, accurate.divide(xp, pair, _columns(transforms.inner)), prim.repeat)
         gone = at.value == -float("inf")
         pair = xp.where(gone, at.value, high), xp.where(gone, xp.zeros_like(low), low)
     if at.bias is not None:

@@ -91,6 +91,7 @@ def _joined(parts: list[Any], shape: tuple[int, ...]) -> Array:
     return found.reshape(shape)
 
 
+@QUIET
 def rows_of(transforms: Transforms, shape: tuple[int, ...], like: Array) -> Rows:
     """`rows_of_call` in NumPy."""
     return rows_of_call(np, transforms, shape, like, lambda row: row)

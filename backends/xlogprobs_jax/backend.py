@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from xlogprobs_cpu import core
 
 from xlogprobs.backend import ArrayApiBackend, BackendInfo, Statistics, rank_of_rows, top_ids_of_rows
 from xlogprobs.contract import COLDEST, Call, Transforms, Want
@@ -47,10 +48,9 @@ def _statistics(want: Want, positive: bool, logits: Any, ids: Any, given: Transf
     shapes = (None if ids is None else ids.shape, positions, positions)
     if rows == 0 or (ids is not None and ids.size == 0):
         zeros = partial(jnp.zeros, dtype=arithmetic(jnp, logits))
-        found = [zeros(shape) if wanted else None for wanted, shape in zip(want, shapes, strict=True)]
-        return Statistics(*found)
+        return Statistics(*(zeros(shape) if wanted else None for wanted, shape in zip(want, shapes, strict=True)))
     x, flat, transforms = _rows(logits, ids, given, positive)
-    found = rows_with_derivative(want, x, transforms, flat)[: len(want)]
+    found: Any = rows_with_derivative(want, x, transforms, flat)[: len(want)]
     return Statistics(
         *(
             None if array is None else jnp.reshape(array[:rows], shape)
@@ -64,7 +64,9 @@ def _rank(positive: bool, logits: Any, ids: Any, given: Transforms) -> Any:
     if ids.size == 0:
         return jnp.zeros(ids.shape, int)
     x, flat, transforms = jax.lax.stop_gradient(_rows(logits, ids, given, positive))
-    rank = rows_in_pieces(lambda x, transforms, ids: rank_of_rows(x, ids, transforms, primitives(x)), x, transforms, flat)
+    rank = rows_in_pieces(
+        lambda x, transforms, ids: rank_of_rows(x, ids, transforms, primitives(x)), x, transforms, flat
+    )
     return jnp.reshape(rank[: math.prod(logits.shape[:-1])], ids.shape)
 
 
@@ -115,13 +117,35 @@ class JaxBackend(ArrayApiBackend):
         return jnp.asarray(array)  # int64 ids become int32 where x64 is off: they are encoded, below V
 
     def statistics(self, call: Call) -> Statistics:
-        return _statistics(call.want, *self._arguments(call))
+        if (in_memory := self._in_memory(call)) is not None:
+            return Statistics(*(self._like(call, each) for each in core.statistics_of_call(in_memory)))
+        found: Statistics = _statistics(call.want, *self._arguments(call))
+        return found
 
     def rank(self, call: Call) -> Any:
+        if (in_memory := self._in_memory(call)) is not None:
+            return self._like(call, core.rank_of_call(in_memory))
         return _rank(*self._arguments(call))
 
     def top_ids(self, call: Call, count: int) -> Any:
         return _top_ids(count, *self._arguments(call))
+
+    def _in_memory(self, call: Call) -> Call | None:
+        """The call in NumPy, on the memory of its arrays, where kernels can run it: untraced, and on one CPU."""
+        if not core.serves():
+            return None
+        arrays = [each for each in (call.logits, call.ids, *call.transforms) if isinstance(each, jax.Array)]
+        if any(map(self.traced, arrays)) or len(call.logits.devices()) != 1 or not self.readable(call.logits):
+            return None
+        ids, *transforms = (
+            np.asarray(each) if isinstance(each, jax.Array) else each for each in (call.ids, *call.transforms)
+        )
+        return call._replace(logits=np.asarray(call.logits), ids=ids, transforms=Transforms(*transforms))
+
+    def _like(self, call: Call, found: Any) -> Any:
+        if found is None:
+            return None
+        return jax.device_put(found, call.logits.sharding) if call.logits.committed else jnp.asarray(found)
 
     def _arguments(self, call: Call) -> tuple[bool, Any, Any, Transforms]:
         """Numbers are traced, too, so that no new value compiles anew; only the sign of a scale makes other code."""

@@ -5,7 +5,7 @@ logits,
 
     d logprob_k = dz[id_k] - A      d lse = A      d H = E A - B      A = sum p dz      B = sum p s dz      E = sum p s
 
-and dz of an entry follows from `xlogprobs.transforms`, in y = v or tanh(v / inner):
+and dz of an entry, in the terms of `xlogprobs.transforms`,
 
     dz = (dy + k dbias + bias dk) / T' - z dT' / T'
 
@@ -62,7 +62,7 @@ def _tangent_of_rows(want: Want, primals: tuple[Any, ...], tangents: tuple[Any, 
     x, transforms, ids = primals
     found = rows_with_derivative(want, x, transforms, ids)
     x_dot, transforms_dot, _ = jax.tree.map(lambda dot: None if isinstance(dot, SymbolicZero) else dot, tangents)
-    by, by_dot = numbers(transforms), numbers(transforms_dot)
+    by_dot = numbers(transforms_dot)
     bias_dot = None if transforms.bias is None else transforms_dot.bias.values
     active = jnp.ones(len(x), bool) if ids is None else jnp.any(ids != IGNORED, axis=-1)
     # an ignored row has no derivative, whatever it holds: nothing that follows may be NaN there
@@ -80,9 +80,7 @@ def _tangent_of_rows(want: Want, primals: tuple[Any, ...], tangents: tuple[Any, 
         change = change._replace(logprob=jnp.where(ids == IGNORED, 0, each))
     if want.entropy:
         product = found.mean * mean_change
-        change = change._replace(
-            entropy=jnp.where(active, product - second, 0), mean=mean_change + second - product
-        )
+        change = change._replace(entropy=jnp.where(active, product - second, 0), mean=mean_change + second - product)
     if want.lse:
         change = change._replace(
             lse=jnp.where(active, mean_change + _change_of_top(primitives(x), top, transforms, by_dot), 0)
@@ -93,12 +91,12 @@ def _tangent_of_rows(want: Want, primals: tuple[Any, ...], tangents: tuple[Any, 
 def _change_of_top(prim: Primitives, top: Point, transforms: Rows, by_dot: Numbers) -> Any:
     """What `_change` leaves out: the change of the largest entry's z with k and T'."""
     by, change = numbers(transforms), jnp.zeros_like(top.value)
+    warm: Any = 1 if by.temperature is None else by.temperature
     if by_dot.temperature is not None:
         z = wide_value(prim, top.column(), transforms)
-        z = (z if prim.has_float64 else z[0])[:, 0]
-        change = change - z / by.temperature * by_dot.temperature
-    if by_dot.unit is not None:
-        change = change + top.bias / by.temperature * by_dot.unit
+        change = change - (z if prim.has_float64 else z[0])[:, 0] / warm * by_dot.temperature
+    if by_dot.unit is not None and top.bias is not None:
+        change = change + top.bias / warm * by_dot.unit
     return change
 
 
@@ -123,7 +121,7 @@ def _sums(
     prim, rows = primitives(x), len(x)
     by, by_dot = (each.map(lambda number: number[:, None]) for each in (numbers(transforms), by_dot))
     mask, bias = (None if array is None else array.spread(jnp, rows) for array in (transforms.mask, transforms.bias))
-    if bias_dot is not None:
+    if bias_dot is not None and transforms.bias is not None:
         bias_dot = transforms.bias._replace(values=bias_dot).spread(jnp, rows)
     reference = top.column()
     at = Point(widen(jnp, value_of(prim, x, mask, by)), bias)
@@ -158,7 +156,8 @@ def _change(
     bias_dot: Any,
 ) -> Any:
     """dz of the entries ``at``, but for what k and T' change in all entries alike: the change of their reference."""
-    change, warm = jnp.zeros_like(s), 1 if by.temperature is None else by.temperature
+    change = jnp.zeros_like(s)
+    warm: Any = 1 if by.temperature is None else by.temperature
     if x_dot is not None:
         factor = slope(prim, at.value, by)
         change = widen(jnp, x_dot) if factor is None else widen(jnp, x_dot) * factor
@@ -170,7 +169,7 @@ def _change(
             change = change - at.value / by.inner * factor * by_dot.inner
     if bias_dot is not None:
         change = change + bias_dot * ((1 if by.unit is None else by.unit) / warm)
-    if by_dot.unit is not None:
+    if by_dot.unit is not None and at.bias is not None and reference.bias is not None:
         change = change + (at.bias - reference.bias) / warm * by_dot.unit
     if by_dot.temperature is not None:
         change = change - s / warm * by_dot.temperature

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xlogprobs.summary import Blocks, Layout, Primitives, block_terms, sum_last_axis, widen
+from xlogprobs.summary import Blocks, Layout, Primitives, block_terms, finite, sum_last_axis, widen
 from xlogprobs.transforms import Numbers, Point, Rows, Shared, key, numbers, value_of
 
 barrier: Any = lax.optimization_barrier
@@ -51,6 +51,7 @@ def primitives(x: Any) -> Primitives:
         sum=tree_sum if x.shape[1] < SMALL else sum_last_axis,
         sum_last_axis=tree_sum,
         top=top,
+        repeat=repeat,
         resum=partial(resum, block_width(x.shape[1])),
         block_sums=block_sums,
     )
@@ -79,6 +80,11 @@ def tree_sum(xp: Any, terms: Any) -> Any:
     return terms[..., 0]
 
 
+def repeat(count: int, function: Callable[[Any, Any], Any], state: Any) -> Any:
+    """A loop of XLA: unrolled, it takes XLA some seconds to compile."""
+    return lax.fori_loop(0, count, lambda n, state: function((count - 1 - n).astype(state[0].dtype), state), state)
+
+
 def largest(x: Any) -> Any:
     """Maximum of each row, widened; fastest over long blocks."""
     long = longest(x.shape[1])
@@ -92,11 +98,6 @@ def as_blocks(x: Any, width: int) -> Any:
     array out in float32.
     """
     return barrier(jnp.reshape(x, (-1, width)))
-
-
-def finite(point: Point) -> Point:
-    """0 in place of -inf, for a row without a finite entry: its terms are then e^-inf = 0 and not NaN."""
-    return Point(*jax.tree.map(lambda part: jnp.where(part == -jnp.inf, 0, part), tuple(point)))
 
 
 def block_sums(x: Any, transforms: Rows, layout: Layout, prim: Primitives, moment: bool = False) -> Blocks:
@@ -113,7 +114,7 @@ def block_sums(x: Any, transforms: Rows, layout: Layout, prim: Primitives, momen
         count = vocab // layout.width
         order = largest(x)
         reference, second = Point(order), None
-        to = jax.tree.map(lambda part: jnp.repeat(part, count), barrier(finite(reference)))
+        to = jax.tree.map(lambda part: jnp.repeat(part, count), barrier(finite(jnp, reference)))
         by = numbers(transforms).map(lambda number: jnp.repeat(number, count))
         total = jnp.reshape(block_terms(prim, Point(as_blocks(x, layout.width)), to, by)[0], (rows, count))
     else:
@@ -132,7 +133,7 @@ def _sums_of_piece(layout: Layout, prim: Primitives, moment: bool, x: Any, trans
     at = Point(widen(jnp, value_of(prim, x, mask, columns)), bias)
     reference, order = _largest_of(prim, at, columns)
     by_blocks = replace(prim, sum=partial(_sum_blocks, layout, prim))
-    return reference, order, *block_terms(by_blocks, at, finite(reference), by, moment)
+    return reference, order, *block_terms(by_blocks, at, finite(jnp, reference), by, moment)
 
 
 def _largest_of(prim: Primitives, at: Point, by: Numbers) -> tuple[Point, Any]:
@@ -190,7 +191,7 @@ def resum(width: int, function: Any, total: Any, whole: tuple[Any, ...], rowwise
 
 
 def in_pieces(function: Callable[..., Any], step: int, whole: Any, rowwise: Any) -> Any:
-    """``function(whole, rowwise)`` of ``step`` rows after the other; ``rowwise`` are arrays whose first axis is the row.
+    """``function(whole, rowwise)``, ``step`` rows after the other; the first axis of ``rowwise`` arrays is the row.
 
     The arrays of ``whole`` are carried through the loop behind a barrier: as a constant of it, XLA would widen all of
     the half-precision logits before the loop begins.

@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from xlogprobs_cpu import core
+from xlogprobs_cpu.rows import num_threads, threads
 
 from xlogprobs.backend import (
     ArrayApiBackend,
@@ -21,8 +23,6 @@ from xlogprobs.divergence import kl_of_rows
 from xlogprobs.summary import LEAST, Primitives, cut
 from xlogprobs.summary import block_terms as core_block_terms
 from xlogprobs.transforms import Numbers, Point, Rows
-from xlogprobs_cpu import core
-from xlogprobs_cpu.rows import num_threads, threads
 
 PIECE = 1 << 21  # entries of a piece of rows
 HALF_PIECE = 1 << 20  # the same in half precision, where a piece is first widened to 4 MB

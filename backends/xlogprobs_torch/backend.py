@@ -30,8 +30,10 @@ class TorchBackend(ArrayApiBackend):
         return torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(array)
 
     def differentiable(self, array: torch.Tensor) -> bool:
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(array).tangent is not None:
-            return True
+        if forward_ad._current_level >= 0:
+            unpack: Any = forward_ad.unpack_dual
+            if unpack(array).tangent is not None:
+                return True
         return array.requires_grad
 
     def from_numpy(self, array: Any, like: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ def _forward(logits: torch.Tensor, ref_logits: torch.Tensor, transforms: Transfo
         outputs = _outputs(logits, ref_logits, transforms.bias)
         flat, whole = [each.view(-1) for each in outputs], boundary._rows(logits, transforms)
         for x, y, where in _pieces(logits, ref_logits):
-            found = compiled._run(_kl, x, y, boundary._part(whole, where))
+            found = compiled._run(_kl, x, boundary._part(whole, where), y)
             for output, value in zip(flat, found, strict=True):
                 if value is not None:
                     output[where] = value
@@ -70,7 +70,7 @@ def _backward(
             own = tuple(None if each is None else each[where] for each in numbers)
             out = tuple(result.view(-1, vocab)[where] for result in results)
             part = boundary._part(whole, where)
-            compiled._run(_kl_backward, x, y, of_rows[where].contiguous(), own, part, out)
+            compiled._run(_kl_backward, x, part, y, of_rows[where].contiguous(), own, out)
         return results
 
 
@@ -97,17 +97,17 @@ def _row_views(x: torch.Tensor, y: torch.Tensor) -> Iterator[tuple[torch.Tensor,
             yield from _row_views(part, other)
 
 
-def _kl(x: torch.Tensor, y: torch.Tensor, transforms: Rows) -> tuple[Any, ...]:
+def _kl(x: torch.Tensor, transforms: Rows, y: torch.Tensor) -> tuple[Any, ...]:
     kl, summary, other = kl_of_rows(x, y, *_terms(x, transforms))
     return kl, summary.max, summary.bias, summary.rest, other.max, other.bias, other.rest
 
 
 def _kl_backward(
     x: torch.Tensor,
+    transforms: Rows,
     y: torch.Tensor,
     upstream: torch.Tensor,
     numbers: Numbers,
-    transforms: Rows,
     out: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
     kl, maximum, bias, rest, ref_maximum, ref_bias, ref_rest = numbers
@@ -181,7 +181,8 @@ def _gradient(
     logits: torch.Tensor, ref_logits: torch.Tensor, transforms: Transforms, upstream: torch.Tensor
 ) -> tuple[Maybe, ...]:
     """Gradients with respect to both logits and the temperature, by plain operations."""
-    by_temperature = derivatives._is_real(_tensors(transforms)[0])
+    temperature = _tensors(transforms)[0]
+    by_temperature = temperature is not None and temperature.is_floating_point()
     function, primals = _of(logits, ref_logits, transforms, (True, True, by_temperature))
     found = torch.func.vjp(function, *primals)[1](upstream)
     return found[0], found[1], found[2] if len(found) > 2 else None

@@ -5,18 +5,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from xlogprobs_cpu import core
 
 from xlogprobs.contract import Transforms, Want
 from xlogprobs.gradient import Upstream
 from xlogprobs.summary import Summary
 from xlogprobs.transforms import Rows
-from xlogprobs_cpu import core
 
 Maybe = torch.Tensor | None
 
 
 def serves(logits: torch.Tensor) -> bool:
-    return logits.device.type == "cpu" and core.serves()
+    return logits.device.type == "cpu" and core.serves() and not logits.is_neg()  # NumPy has no lazy negation
 
 
 def forward(
