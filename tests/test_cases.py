@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from xlogprobs import logprobs, parity
+from xlogprobs import entropy, logprobs, logprobs_and_entropy, parity, token_stats
 
 # where a test takes each library in turn; `torch` is for what the compiler may break
 pytestmark = pytest.mark.usefixtures("torch_runs_eagerly")
@@ -35,8 +35,8 @@ def assert_exact(library, logits, ids, temperature=1.0):
     assert_within_bound(out, parity.reference(logits, ids, temperature=temperature))
 
 
-def assert_within_bound(out, exact):
-    off, allowed = parity.error(out, exact), parity.bound(exact, out.dtype)
+def assert_within_bound(out, exact, quantity="logprob"):
+    off, allowed = parity.error(out, exact), parity.bound(exact, out.dtype, quantity)
     assert out.shape == exact.shape
     assert (off <= allowed).all(), f"{(off / allowed).max():.3g} x bound"
 
@@ -57,6 +57,52 @@ def test_a_call_changes_its_input_in_torch(torch):
     logprobs(logits, torch.ones(8, dtype=torch.int64), temperature=0.7)
     assert logits._version == version
     assert torch.equal(logits, copy)
+
+
+def test_a_call_changes_its_input_between_logprob_and_entropy(library):
+    logits = normal(8, V)
+    given = library.asarray(logits)
+
+    def logprob_of_it():
+        return library.tonumpy(logprobs(given, [1] * 8, temperature=0.7))
+
+    def entropy_of_it():
+        return library.tonumpy(entropy(given, temperature=0.7))
+
+    first = logprob_of_it(), entropy_of_it()
+    second = entropy_of_it(), logprob_of_it()
+    assert library.tonumpy(given).tobytes() == logits.tobytes()
+    for one, other in zip(first, reversed(second), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("offset", [1e2, 1e4, 1e7])
+def test_entropy_drifts_with_a_large_common_offset(library, offset):
+    logits = (normal(64, V) + offset).astype(np.float32)
+    out = library.tonumpy(entropy(library.asarray(logits)))
+    assert_within_bound(out, parity.entropy(logits), "entropy")
+
+
+def test_entropy_is_0_times_minus_infinity(library):
+    out = library.tonumpy(entropy(library.asarray(np.array([[0, -np.inf], [-np.inf, -3e38]], np.float32))))
+    np.testing.assert_array_equal(out, [0, 0])
+    if "float16" not in library.lacks:
+        extremes = library.asarray(np.array([65504, -65504], np.float16))
+        assert library.tonumpy(entropy(extremes)) == 0
+
+
+@pytest.mark.parametrize("row", [np.array([0, -np.inf], np.float32), np.array([65504, -65504], np.float16)], ids=str)
+def test_entropy_is_0_times_minus_infinity_in_its_gradient(torch, row):
+    logits = torch.from_numpy(np.tile(row, (3, 1))).requires_grad_()
+    entropy(logits).sum().backward()
+    np.testing.assert_array_equal(logits.grad.numpy(), np.zeros((3, 2)))
+
+
+@pytest.mark.parametrize("row", [np.array([0, -np.inf], np.float32), np.array([65504, -65504], np.float16)], ids=str)
+def test_entropy_is_0_times_minus_infinity_in_its_gradient_in_jax(row):
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    gradient = jax.grad(lambda x: entropy(x).sum())(jax.numpy.asarray(np.tile(row, (3, 1))))
+    np.testing.assert_array_equal(np.asarray(gradient), np.zeros((3, 2)))
 
 
 @pytest.mark.parametrize("offset", [1e2, 1e4, 1e7])
@@ -181,6 +227,15 @@ def test_a_negative_index_wraps_in_jax_jit(wrong):
 
 
 @pytest.mark.parametrize("vocab", [130, 2049, 50257])
+def test_a_padded_vocabulary_is_counted_in_entropy_and_ranks(library, vocab):
+    logits = np.full((3, vocab), -10, np.float32)
+    found = token_stats(library.asarray(logits), [0, vocab // 2, vocab - 1], top_k=2)
+    np.testing.assert_allclose(library.tonumpy(found.entropy), np.log(vocab), rtol=0, atol=1e-6 * np.log(vocab))
+    np.testing.assert_array_equal(library.tonumpy(found.rank), [1, 1, 1])
+    np.testing.assert_array_equal(library.tonumpy(found.top_ids), [[0, 1]] * 3)
+
+
+@pytest.mark.parametrize("vocab", [130, 2049, 50257])
 def test_a_padded_vocabulary_is_counted(library, vocab):
     logits = np.full((3, vocab), -10, np.float32)
     out = library.tonumpy(logprobs(library.asarray(logits), [0, vocab // 2, vocab - 1]))
@@ -204,6 +259,52 @@ def test_raw_logprobs_or_logprob_over_t_are_taken_as_tempered(library, temperatu
         assert np.abs(tempered - mistaken).max() > 0.1
 
 
+def test_entropy_ignores_the_temperature(library):
+    logits, ids = normal(8, V), np.arange(8)
+    joint = logprobs_and_entropy(library.asarray(logits), library.asarray(ids), temperature=0.6)
+    logprob, found = (library.tonumpy(out) for out in joint)
+    assert_within_bound(logprob, parity.reference(logits, ids, temperature=0.6))
+    assert_within_bound(found, parity.entropy(logits, temperature=0.6), "entropy")
+    assert np.abs(found - parity.entropy(logits)).min() > 0.1
+
+
+def test_softcap_formula_or_order(library):
+    logits = np.array([[124, 0, -40, 60]], np.float32)
+    found = token_stats(
+        library.asarray(logits), [[0, 1, 2, 3]], ("logprob", "lse"), softcap=30, scale=0.25, temperature=0.6
+    )
+    z = 30 * np.tanh(0.25 * logits.astype(np.float64) / 30) / 0.6  # scale, then the cap, then the temperature
+    lse = np.log(np.exp(z).sum(-1))
+    assert_within_bound(library.tonumpy(found.logprob), z - lse[:, None])
+    assert_within_bound(library.tonumpy(found.lse), lse, "lse")
+    mistaken = [30 * np.tanh(0.25 * logits / 0.6 / 30), 0.25 * 30 * np.tanh(logits / 30.0) / 0.6]
+    for wrong in mistaken:
+        assert np.abs(np.log(np.exp(wrong).sum(-1)) - lse).max() > 0.1
+
+
+def test_softcap_of_124_at_30(library):
+    found = token_stats(library.asarray(np.array([124], np.float32)), want="lse", softcap=30)
+    assert_within_bound(library.tonumpy(found.lse), np.array(30 * np.tanh(124 / 30)), "lse")
+
+
+@pytest.mark.parametrize("logit", [2000, -2000, 3e38])
+def test_tanh_through_exp_overflows(library, logit):
+    found = token_stats(library.asarray(np.array([[logit]], np.float32)), want="lse", softcap=30)
+    np.testing.assert_array_equal(library.tonumpy(found.lse), [30 * np.sign(logit)])
+
+
+def test_top_k_repeats_the_sampled_token_or_orders_ties_at_random(library):
+    name = "float32" if "bfloat16" in library.lacks else "bfloat16"
+    logits = normal(8, V, dtype=name)
+    third = np.sort(logits.astype(np.float32), axis=-1)[:, -3, None]
+    logits[:, 20:200:10] = third.astype(logits.dtype)  # many tie at the k-th place
+    found = token_stats(library.asarray(logits), np.full(8, 20), ("logprob", "rank"), top_k=5)
+    ids = library.tonumpy(found.top_ids)
+    np.testing.assert_array_equal(ids, np.argsort(-logits.astype(np.float64), axis=-1, kind="stable")[:, :5])
+    assert all(len(set(row)) == 5 for row in ids.tolist())
+    np.testing.assert_array_equal(library.tonumpy(found.rank), parity.rank(logits, np.full(8, 20)))
+
+
 def test_bfloat16_is_divided_by_t_in_bfloat16(library):
     logits = normal(8, V, dtype="bfloat16", deviation=10)
     given = library.asarray(logits)
@@ -220,6 +321,22 @@ def test_bfloat16_is_divided_by_t_in_bfloat16_in_torch(torch):
     logits = normal(8, V, dtype="bfloat16", deviation=10)
     out = logprobs(parity.torch_array(logits), np.arange(8), temperature=0.7).numpy()
     assert_within_bound(out, parity.reference(logits, np.arange(8), temperature=0.7))
+
+
+def test_every_statistic_depends_on_the_batch(library):
+    logits, ids, mask = normal(9, V), np.arange(9), np.random.default_rng(2).random((9, V)) < 0.7
+
+    def run(part):
+        found = token_stats(
+            *(library.asarray(a[part]) for a in (logits, ids)), top_k=3, mask=library.asarray(mask[part]), softcap=30
+        )
+        return [library.tonumpy(out) for out in found]
+
+    together = run(slice(None))
+    for size in (1, 3):
+        parts = [run(slice(first, first + size)) for first in range(0, 9, size)]
+        for *pieces, whole in zip(*parts, together, strict=True):
+            np.testing.assert_array_equal(np.concatenate(pieces), whole)
 
 
 def test_the_result_depends_on_the_batch(library):
@@ -240,6 +357,13 @@ def test_the_result_depends_on_the_batch_in_torch(torch):
     for size in (1, 2, 3, 7):
         parts = [logprobs(x, i) for x, i in zip(logits.split(size), ids.split(size), strict=True)]
         assert torch.equal(torch.cat(parts), together)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0)])
+def test_1_d_logits_and_empty_batches_have_every_statistic(library, shape):
+    ids = np.zeros(shape, np.int32)
+    found = token_stats(library.asarray(normal(*shape, V)), library.asarray(ids), top_k=2, temperature=0.6)
+    assert [tuple(out.shape) for out in found] == [shape] * 4 + [(*shape, 2)] * 2
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0)])

@@ -123,19 +123,36 @@ def rows_of_call(
     if bias is not None:
         bias = Shared(xp.astype(bias.values, arithmetic(xp, like), copy=False), bias.row)
     sign, magnitude = None, scale
-    if scale is not None and not (isinstance(call.scale, float) and call.scale > 0):
+    if scale is not None and not (isinstance(call.scale, float) and call.scale >= contract.COLDEST):
         zero, one = xp.zeros_like(scale[0]), xp.ones_like(scale[0])
         sign = xp.where(scale[0] > 0, one, xp.where(scale[0] < 0, -one, scale[0]))
-        still = scale[0] == 0  # all entries are 0 then
+        still = xp.abs(scale[0]) < _smallest(xp, scale[0])  # all entries are 0 then
+        sign = xp.where(still, zero, sign)
         magnitude = xp.where(still, one, scale[0] * sign), xp.where(still, zero, scale[1] * sign)
     outer = magnitude if softcap is None else softcap  # what divides the temperature
-    inner = softcap if softcap is None or magnitude is None else accurate.divide(xp, softcap, magnitude)
+    inner = softcap if softcap is None or magnitude is None else _quotient(xp, softcap, magnitude)
     unit = None
     if outer is not None:
         one_pair = xp.ones_like(outer[0]), xp.zeros_like(outer[0])
         unit = accurate.divide(xp, one_pair, outer) if bias is not None else None
-        temperature = accurate.divide(xp, one_pair if temperature is None else temperature, outer)
+        temperature = _quotient(xp, one_pair if temperature is None else temperature, outer)
     return Rows(temperature, sign, inner, bias, unit, mask)
+
+
+def _smallest(xp: Any, number: Array) -> float:
+    """The smallest number that has a reciprocal, and a half that is not flushed to 0."""
+    return 2 * float(xp.finfo(number.dtype).smallest_normal)
+
+
+def _quotient(xp: Any, a: Pair, b: Pair) -> Pair:
+    """``a / b`` of positive pairs, kept within what can divide: -inf / inf and 0 / 0 would be NaN."""
+    high, low = accurate.divide(xp, a, b)
+    for limit, beyond in (
+        (_smallest(xp, high), high < _smallest(xp, high)),
+        (float(xp.finfo(high.dtype).max), xp.isinf(high)),
+    ):
+        high, low = xp.where(beyond, xp.full_like(high, limit), high), xp.where(beyond, xp.zeros_like(low), low)
+    return high, low
 
 
 def arithmetic(xp: Any, like: Array) -> Any:

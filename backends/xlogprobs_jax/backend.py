@@ -10,7 +10,7 @@ import numpy as np
 from xlogprobs_cpu import core
 
 from xlogprobs.backend import ArrayApiBackend, BackendInfo, Statistics, rank_of_rows, top_ids_of_rows
-from xlogprobs.contract import Call, Transforms, Want
+from xlogprobs.contract import COLDEST, Call, Transforms, Want
 from xlogprobs.transforms import Rows, arithmetic, rows_of_call
 from xlogprobs_jax.derivatives import rows_with_derivative
 from xlogprobs_jax.lowering import barrier, primitives, rows_in_pieces
@@ -150,7 +150,7 @@ class JaxBackend(ArrayApiBackend):
     def _arguments(self, call: Call) -> tuple[bool, Any, Any, Transforms]:
         """Numbers are traced, too, so that no new value compiles anew; only the sign of a scale makes other code."""
         given = call.transforms
-        positive = isinstance(given.scale, float) and given.scale > 0
+        positive = isinstance(given.scale, float) and given.scale >= COLDEST
         pairs = {
             name: split(np.asarray(number), call.logits)
             for name, number in zip(Transforms._fields[:3], given[:3], strict=True)
