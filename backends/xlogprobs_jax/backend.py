@@ -12,6 +12,7 @@ from xlogprobs_cpu import core
 from xlogprobs.backend import ArrayApiBackend, BackendInfo, Statistics, rank_of_rows, top_ids_of_rows
 from xlogprobs.contract import COLDEST, Call, Transforms, Want
 from xlogprobs.transforms import Rows, arithmetic, rows_of_call
+from xlogprobs_jax import divergence
 from xlogprobs_jax.derivatives import rows_with_derivative
 from xlogprobs_jax.lowering import barrier, primitives, rows_in_pieces
 
@@ -84,6 +85,16 @@ def _top_ids(count: int, positive: bool, logits: Any, ids: Any, given: Transform
     return jnp.reshape(rows_in_pieces(top, x, transforms, flat)[:rows], shape)
 
 
+@partial(jax.jit, static_argnums=0)
+def _kl_divergence(positive: bool, logits: Any, ref_logits: Any, given: Transforms) -> Any:
+    rows = math.prod(logits.shape[:-1])
+    if rows == 0:
+        return jnp.zeros(logits.shape[:-1], arithmetic(jnp, logits))
+    x, _, transforms = _rows(logits, None, given, positive)
+    y, *_ = _rows(ref_logits, None, Transforms(), positive)
+    return jnp.reshape(divergence.rows_with_derivative(x, y, transforms).kl[:rows], logits.shape[:-1])
+
+
 def split(number: Any, like: Any) -> tuple[Any, Any]:
     """float64 numbers in the arithmetic type of the logits, and what that type rounds away."""
     high = np.asarray(number, np.float64 if like.dtype == jnp.float64 else np.float32)
@@ -129,6 +140,10 @@ class JaxBackend(ArrayApiBackend):
 
     def top_ids(self, call: Call, count: int) -> Any:
         return _top_ids(count, *self._arguments(call))
+
+    def kl_divergence(self, call: Call, ref_logits: Any) -> Any:
+        positive, logits, _, given = self._arguments(call)
+        return _kl_divergence(positive, logits, ref_logits, given)
 
     def _in_memory(self, call: Call) -> Call | None:
         """The call in NumPy, on the memory of its arrays, where kernels can run it: untraced, and on one CPU."""

@@ -126,6 +126,22 @@ def _sums(
     Transposed, this is the gradient. Of a few ids, it is one pass: each column compares itself with the ids, and is
     rounded to the logits' dtype once. Of many, their share is added to the columns afterwards.
     """
+    _, s, p, change = of_entries(x, transforms, active, inverse, top, x_dot, by_dot, bias_dot)
+    mean_change = jnp.sum(p * change, axis=-1)
+    second = jnp.sum(p * s * change, axis=-1) if moment else None
+    if ids is None:
+        return None, mean_change, second
+    columns = jnp.maximum(ids, 0)
+    if ids.shape[1] > FEW:
+        return take(jnp, change, columns), mean_change, second
+    here = [jnp.arange(x.shape[1]) == columns[:, k, None] for k in range(ids.shape[1])]
+    return jnp.stack([jnp.sum(jnp.where(at, change, 0), axis=-1) for at in here], axis=-1), mean_change, second
+
+
+def of_entries(
+    x: Any, transforms: Rows, active: Any, inverse: Any, top: Point, x_dot: Any, by_dot: Numbers, bias_dot: Any
+) -> tuple[Any, Any, Any, Any]:
+    """Which entries have a probability, and their s, p and dz (0 for the others), each (N, V)."""
     prim, rows = primitives(x), len(x)
     by, by_dot = (each.map(lambda number: number[:, None]) for each in (numbers(transforms), by_dot))
     mask, bias = (None if array is None else array.spread(jnp, rows) for array in (transforms.mask, transforms.bias))
@@ -140,16 +156,7 @@ def _sums(
     s = distance(prim, at, reference, by)
     p = jnp.where(alive, prim.exp(jnp, s) * inverse[:, None], 0)
     change = _change(prim, jnp.where(alive, widen(jnp, x), 0), at, s, reference, by, x_dot, by_dot, bias_dot)
-    change = jnp.where(alive, change, 0)
-    mean_change = jnp.sum(p * change, axis=-1)
-    second = jnp.sum(p * s * change, axis=-1) if moment else None
-    if ids is None:
-        return None, mean_change, second
-    columns = jnp.maximum(ids, 0)
-    if ids.shape[1] > FEW:
-        return take(jnp, change, columns), mean_change, second
-    here = [jnp.arange(x.shape[1]) == columns[:, k, None] for k in range(ids.shape[1])]
-    return jnp.stack([jnp.sum(jnp.where(at, change, 0), axis=-1) for at in here], axis=-1), mean_change, second
+    return alive, s, p, jnp.where(alive, change, 0)
 
 
 def _change(
