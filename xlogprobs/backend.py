@@ -146,9 +146,7 @@ def rank_of_rows(x: Array, ids: Array, transforms: Rows, prim: Primitives) -> Ar
     xp = prim.xp
     order, ordered = order_of_rows(x, ids, transforms, prim)
     own = prim.take(xp, order, xp.where(ids < 0, xp.zeros_like(ids), ids))
-    above = [
-        xp.sum(xp.astype(order > own[:, k, None], xp.int32), axis=-1, dtype=xp.int32) for k in range(ids.shape[1])
-    ]
+    above = [xp.sum(xp.astype(order > own[:, k, None], xp.int32), axis=-1, dtype=xp.int32) for k in range(ids.shape[1])]
     if not above:
         return xp.zeros_like(ids)
     rank = xp.astype(1 + xp.stack(above, axis=-1), xp.int64)
