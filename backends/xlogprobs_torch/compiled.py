@@ -265,8 +265,8 @@ def _backward_in_place(
 
 
 def _rank(x: torch.Tensor, transforms: Rows, ids: torch.Tensor) -> torch.Tensor:
-    rank: torch.Tensor = rank_of_rows(x, ids, _widened(transforms, x), primitives(x.device, x.dtype))
-    return rank
+    found: torch.Tensor = rank_of_rows(x, ids, _widened(transforms, x), primitives(x.device, x.dtype))
+    return found
 
 
 def _largest_of_blocks(
