@@ -4,6 +4,7 @@
 machine first; the method after it is the library's usual way, which the others are compared with as well.
 """
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from xlogprobs_cpu import core
 
 import xlogprobs
 from bench import peers
@@ -26,6 +28,7 @@ MATMUL_LIMIT = "the matrix product alone"
 LIMITS = (LIMIT, COPY_LIMIT, MATMUL_LIMIT)
 OURS = "xlogprobs"
 IN_PLACE = "xlogprobs, in place"
+PLAIN = "xlogprobs, without Numba"
 COMPILED = "-cross_entropy, torch.compile"
 EAGER = "log_softmax, gather"
 OPTAX = "-optax cross-entropy, jax.jit"
@@ -320,10 +323,25 @@ def _in_place() -> Function:
     return functools.partial(logprobs, inplace_backward=True)
 
 
+def without_kernels(method: Method) -> Method:
+    """The method as it runs where Numba is not installed."""
+
+    def make(inputs: Inputs) -> Call:
+        call = method.make(inputs)
+
+        def run() -> Any:
+            with core.disabled():
+                return call()
+
+        return run
+
+    return dataclasses.replace(method, make=make)
+
+
 def _stats(want: tuple[str, ...]) -> Callable[[], Function]:
     def function() -> Function:
         def run(logits: Any, ids: Any) -> Any:
-            stats = xlogprobs.token_stats(logits, ids, want=want)  # type: ignore[attr-defined]
+            stats = xlogprobs.token_stats(logits, ids, want=want)
             return tuple(getattr(stats, name) for name in want)
 
         return run
@@ -337,10 +355,13 @@ def _linear(inputs: Inputs) -> Call:
 
 
 def _stats_methods() -> dict[str, Method]:
-    wanted = (("logprob", "entropy"), ("logprob", "entropy", "rank"))
-    return {f"{OURS}.token_stats: {', '.join(want)}": forward(_stats(want)) for want in wanted}
+    wanted = (("logprob", "entropy"), ("logprob", "entropy", "lse"), ("logprob", "entropy", "rank"))
+    found = {f"{OURS}.token_stats: {', '.join(want)}": forward(_stats(want)) for want in wanted}
+    plain = {f"{PLAIN}: {', '.join(want)}": without_kernels(forward(_stats(want))) for want in wanted[::2]}
+    return {**found, PLAIN: without_kernels(forward(ours)), **plain}
 
 
+FORWARD = {OURS: forward(ours), PLAIN: without_kernels(forward(ours))}
 TORCH_READ, JAX_READ = {LIMIT: Method(_torch_read)}, {LIMIT: Method(_jax_read)}
 NUMPY_READ = {LIMIT: Method(_numpy_read)}
 LINEAR = {f"{OURS}.linear_logprobs": Method(_linear)} if has("linear_logprobs") else {}
@@ -348,16 +369,16 @@ INPLACE = {IN_PLACE: torch_gradient(_in_place)} if "inplace_backward" in inspect
 
 TABLES: dict[str, dict[str, dict[str, Method]]] = {
     "forward": {
-        "numpy": {**NUMPY_READ, TEXTBOOK: forward(textbook), OURS: forward(ours)},
-        "torch": {**TORCH_READ, COMPILED: forward(torch_cross_entropy), OURS: forward(ours)},
-        "jax": {**JAX_READ, OPTAX: forward(optax_cross_entropy), OURS: forward(ours)},
+        "numpy": {**NUMPY_READ, TEXTBOOK: forward(textbook), **FORWARD},
+        "torch": {**TORCH_READ, COMPILED: forward(torch_cross_entropy), **FORWARD},
+        "jax": {**JAX_READ, OPTAX: forward(optax_cross_entropy), **FORWARD},
     },
     "peers": {
         "numpy": {
             **NUMPY_READ,
             TEXTBOOK: forward(textbook),
             "scipy log_softmax, take": forward(peers.scipy_log_softmax, available=peers.needs("scipy.special")),
-            OURS: forward(ours),
+            **FORWARD,
         },
         "torch": {
             **TORCH_READ,
@@ -371,26 +392,26 @@ TABLES: dict[str, dict[str, dict[str, Method]]] = {
                 peers.flash_attn, available=peers.on_cuda("flash_attn.ops.triton.cross_entropy")
             ),
             "quack cross-entropy": forward(peers.quack, available=peers.on_cuda("quack")),
-            OURS: forward(ours),
+            **FORWARD,
         },
         "jax": {
             **JAX_READ,
             OPTAX: forward(optax_cross_entropy, available=peers.needs("optax")),
             "log_softmax, take, jax.jit": forward(jax_log_softmax),
-            OURS: forward(ours),
+            **FORWARD,
         },
     },
     "reference": {
         "torch": {
             **TORCH_READ,
             **{name: forward(function) for name, function in REFERENCE.items()},
-            OURS: forward(ours),
+            **FORWARD,
         }
     },
     "small": {
-        "numpy": {**NUMPY_READ, TEXTBOOK: forward(textbook), OURS: forward(ours)},
-        "torch": {**TORCH_READ, EAGER: forward(torch_log_softmax), OURS: forward(ours)},
-        "jax": {**JAX_READ, "log_softmax, take, jax.jit": forward(jax_log_softmax), OURS: forward(ours)},
+        "numpy": {**NUMPY_READ, TEXTBOOK: forward(textbook), **FORWARD},
+        "torch": {**TORCH_READ, EAGER: forward(torch_log_softmax), **FORWARD},
+        "jax": {**JAX_READ, "log_softmax, take, jax.jit": forward(jax_log_softmax), **FORWARD},
     },
     "grad": {
         "torch": {
@@ -399,6 +420,7 @@ TABLES: dict[str, dict[str, dict[str, Method]]] = {
             EAGER: torch_gradient(torch_log_softmax),
             OURS: torch_gradient(ours),
             **INPLACE,
+            PLAIN: without_kernels(torch_gradient(ours)),
         },
         "jax": {
             COPY_LIMIT: Method(_jax_copy),

@@ -96,7 +96,7 @@ def _finish(u: Any, summary: Summary, other: Summary, vocab: int, prim: Primitiv
         kl = xp.astype(kl, summary.max.dtype)
     else:
         logs = (accurate.log1p(xp, (part.rest, part.rest_low), vocab) for part in (summary, other))
-        one_plus, low = accurate.two_sum(xp.ones_like(summary.rest), summary.rest)
+        one_plus, low = accurate.two_sum(accurate.one_of(summary.rest), summary.rest)
         mean = accurate.divide(xp, u, (one_plus, low + summary.rest_low))
         high, low = accurate.subtract(xp, mean, accurate.subtract(xp, *logs))
         kl = high + low

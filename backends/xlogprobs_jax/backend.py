@@ -175,5 +175,6 @@ class JaxBackend(ArrayApiBackend):
 
     def info(self) -> BackendInfo:
         devices = [f"{device.platform} ({device.device_kind})" for device in jax.devices()]
+        execution = "jax.jit (XLA)" + ("; on cpu, outside traced code, the kernels of Numba" if core.serves() else "")
         why = None if any(d.platform != "cpu" for d in jax.devices()) else "gpu, tpu: jax sees no device"
-        return BackendInfo(self.name, True, jax.__version__, devices, "jax.jit (XLA)", why)
+        return BackendInfo(self.name, True, jax.__version__, devices, execution, why)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
+from xlogprobs_cpu import core
 
 from xlogprobs.backend import ArrayApiBackend, BackendInfo, Statistics
 from xlogprobs.contract import Call, Transforms
@@ -98,4 +99,6 @@ class TorchBackend(ArrayApiBackend):
         execution = f"torch.compile (inductor, {compiler})" if compiler else "eager"
         if compiler is None:
             why.append("torch.compile on cpu: no C++ compiler found")
+        if core.serves():
+            execution += "; on cpu the kernels of Numba"
         return BackendInfo(self.name, True, torch.__version__, devices, execution, "; ".join(why) or None)
