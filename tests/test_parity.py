@@ -29,6 +29,9 @@ def slow(column, case):
         return False
     if case.quantity == "gradient" and case.dtype in ("float16", "float64"):
         return True
+    if case.transforms or case.quantity not in ("logprob", "gradient"):  # a compilation each: of one kind, all at once
+        at_once = len(case.transforms) != 1 and (case.vocab, case.dtype) == (7, "float32")
+        return column.execution == "eager" or not at_once or case.temperature != 1.0 or len(case.shape) != 1
     flat_and_even = len(case.shape) == 1 and not case.ids_per_position and case.temperature == 1.0
     return (case.vocab, case.dtype) not in QUICK or not (flat_and_even or (case.vocab, case.dtype) == (7, "float32"))
 

@@ -42,7 +42,7 @@ def widen(xp: Any, x: Array) -> Array:
     """bfloat16 may come as its bits."""
     if x.dtype.itemsize > 2:
         return x.astype(x.dtype.newbyteorder("="), copy=False)
-    if x.dtype == np.float16:
+    if x.dtype.kind == "f":  # float16 of either byte order; bfloat16 is of kind V, or comes as uint16
         return x.astype(np.float32)
     return (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
