@@ -32,23 +32,27 @@ def statistics(
 ) -> Statistics:
     """What is wanted of logits and encoded int64 ids; ``in_place`` the gradient overwrites the logits."""
     if torch.compiler.is_compiling():
-        temperature: Any = transforms.temperature
-        if temperature is not None and temperature.requires_grad:
-            raise ValueError(
-                "temperature requires a gradient, which is computed outside torch.compile only; pass"
-                " temperature.detach(), or scale the logits yourself"
-            )
+        refuse_temperature_gradient(transforms.temperature)
         found = _operator(logits, ids, *transforms, *want)
     else:
-        ids, *given = (_savable(tensor) for tensor in (ids, *transforms))
+        ids, *given = (savable(tensor) for tensor in (ids, *transforms))
         transforms = Transforms(*given)
-        if _is_forward_over_forward():
+        if is_forward_over_forward():
             return derivatives.statistics(logits, ids, transforms, want)
         found = _Boundary.apply(logits, ids, *transforms, want, in_place)  # type: ignore[no-untyped-call]
     return Statistics(*(each if wanted else None for each, wanted in zip(found[:3], want, strict=True)))
 
 
-def _savable(tensor: Any) -> Any:
+def refuse_temperature_gradient(temperature: Any) -> None:
+    """Inside torch.compile."""
+    if temperature is not None and temperature.requires_grad:
+        raise ValueError(
+            "temperature requires a gradient, which is computed outside torch.compile only; pass"
+            " temperature.detach(), or scale the logits yourself"
+        )
+
+
+def savable(tensor: Any) -> Any:
     """Autograd can't save what was made in inference mode."""
     if tensor is not None and tensor.is_inference() and not torch.is_inference_mode_enabled():
         return tensor.clone()
@@ -120,7 +124,7 @@ def _outputs(logits: torch.Tensor, ids: Maybe, bias: Maybe, want: Want) -> tuple
 
 def _forward(logits: torch.Tensor, ids: Maybe, transforms: Transforms, want: Want) -> tuple[torch.Tensor, ...]:
     """The statistics and the summaries, for the backward pass, of `_outputs`."""
-    with _normalised(logits):
+    with normalised(logits):
         rows, vocab, many = _sizes(logits, ids)
         outputs = _outputs(logits, ids, transforms.bias, want)
         if ids is not None and not many:
@@ -128,14 +132,14 @@ def _forward(logits: torch.Tensor, ids: Maybe, transforms: Transforms, want: Wan
         flat = [outputs[0].view(rows, many) if want.logprob else outputs[0], *(each.view(-1) for each in outputs[1:])]
         flat_ids = _flat(ids, rows, many)
         if kernels.serves(logits):
-            views, of_rows = _row_views(_normal(logits), vocab), kernels.rows_of(logits, transforms)
+            views, of_rows = _row_views(normal(logits), vocab), kernels.rows_of(logits, transforms)
             kernels.forward(views, flat_ids, of_rows, want, flat)
             return outputs
-        whole = _rows(logits, transforms)
+        whole = rows_of(logits, transforms)
         for x, where, _ in _pieces(logits, vocab):
-            part = _part(whole, where)
+            part = part_of(whole, where)
             if flat_ids is not None and _fused(x, part, want):
-                flat[0][where] = npu.fused_logprobs(x, _plain(flat_ids[where]), part.temperature)
+                flat[0][where] = npu.fused_logprobs(x, plain(flat_ids[where]), part.temperature)
                 continue  # the operator gives no summary; the backward pass makes its own
             for output, found in zip(flat, compiled.forward(x, _piece(flat_ids, where), part, want), strict=True):
                 if found is not None:
@@ -152,55 +156,69 @@ def _backward(
     want: Want,
     in_place: bool = False,
 ) -> torch.Tensor:
-    with _normalised(logits):
+    with normalised(logits):
         rows, vocab, many = _sizes(logits, ids)
-        result = _normal(logits) if in_place else _fresh(logits)
+        result = normal(logits) if in_place else fresh(logits)
         if ids is not None and not many:
             return result.zero_()
         flat_ids = _flat(ids, rows, many)
         flat_upstream = [_flat(upstream.logprob, rows, many), *(_flat(each, rows) for each in upstream[1:])]
         # what is empty but for an empty batch was not asked for
-        numbers = [each.reshape(-1) if each.numel() else None for each in map(_normal, summary)]
+        numbers = [each.reshape(-1) if each.numel() else None for each in map(normal, summary)]
         maximum, bias, rest, moment = numbers
         whole_summary = Summary(maximum, rest, None, bias, moment)
-        by_kernels = kernels.serves(logits)
-        if by_kernels:
-            views, of_rows = _row_views(_normal(logits), vocab), kernels.rows_of(logits, transforms)
-            out = None if in_place else result.view(rows, vocab)
-            kernels.backward(views, flat_ids, Upstream(*flat_upstream), whole_summary, of_rows, out)
-        whole = _rows(logits, transforms)
-        for x, where, view in () if by_kernels else _pieces(logits, vocab, overlap=not in_place):
-            part = _part(whole, where)
-            if _fused(x, part, want):
-                its = compiled.summary(x, part)
-            else:
-                its = Summary(*(None if each is None else each[where] for each in whole_summary))
-            arguments = x, _piece(flat_ids, where), Upstream(*(_piece(each, where) for each in flat_upstream)), its
-            if not in_place:
-                compiled.backward(*arguments, part, result.view(rows, vocab)[where])
-            elif x.data_ptr() == view.data_ptr():
-                compiled.backward(*arguments, part, None)
-            else:
-                view.copy_(compiled.backward(*arguments, part, None))
+        of_rows = Upstream(*flat_upstream)
+        if kernels.serves(logits):
+            views, out = _row_views(normal(logits), vocab), None if in_place else result.view(rows, vocab)
+            kernels.backward(views, flat_ids, of_rows, whole_summary, kernels.rows_of(logits, transforms), out)
+        else:
+            _backward_in_pieces(of_rows, logits, flat_ids, transforms, whole_summary, want, result, in_place)
         if in_place:
             torch.autograd.graph.increment_version(logits)
         return result
 
 
+def _backward_in_pieces(
+    upstream: Upstream,
+    logits: torch.Tensor,
+    ids: Maybe,
+    transforms: Transforms,
+    summary: Summary,
+    want: Want,
+    result: torch.Tensor,
+    in_place: bool,
+) -> None:
+    """Of all rows, one compiled piece after the other."""
+    vocab, whole = logits.shape[-1], rows_of(logits, transforms)
+    for x, where, view in _pieces(logits, vocab, overlap=not in_place):
+        part = part_of(whole, where)
+        if _fused(x, part, want):
+            its = compiled.summary(x, part)
+        else:
+            its = Summary(*(None if each is None else each[where] for each in summary))
+        arguments = x, _piece(ids, where), Upstream(*(_piece(each, where) for each in upstream)), its
+        if not in_place:
+            compiled.backward(*arguments, part, result.view(-1, vocab)[where])
+        elif x.data_ptr() == view.data_ptr():
+            compiled.backward(*arguments, part, None)
+        else:
+            view.copy_(compiled.backward(*arguments, part, None))
+
+
 def _rank(logits: torch.Tensor, ids: torch.Tensor, transforms: Transforms) -> torch.Tensor:
-    with _normalised(logits):
+    with normalised(logits):
         rows, vocab, many = _sizes(logits, ids)
         out = torch.zeros_like(ids, memory_format=torch.contiguous_format)
         if many and kernels.serves(logits):
-            views, of_rows = _row_views(_normal(logits), vocab), kernels.rows_of(logits, transforms)
-            kernels.rank(views, _normal(ids).reshape(rows, many), of_rows, out.view(rows, many))
+            views, of_rows = _row_views(normal(logits), vocab), kernels.rows_of(logits, transforms)
+            kernels.rank(views, normal(ids).reshape(rows, many), of_rows, out.view(rows, many))
         else:
             _in_pieces(logits, ids, transforms, out.view(rows, many) if many else None, compiled.rank)
         return out
 
 
 def _top_ids(logits: torch.Tensor, ids: Maybe, transforms: Transforms, count: int) -> torch.Tensor:
-    with _normalised(logits):
+    with normalised(logits):
         rows, _, many = _sizes(logits, ids)
         out = torch.full((*logits.shape[:-1], count), -1, dtype=torch.int64, device=logits.device)
         flat = None if ids is not None and not many else out.view(rows, count)
@@ -219,9 +237,9 @@ def _in_pieces(
     if flat is None:
         return
     rows, vocab, many = _sizes(logits, ids)
-    flat_ids, whole = _flat(ids, rows, many), _rows(logits, transforms)
+    flat_ids, whole = _flat(ids, rows, many), rows_of(logits, transforms)
     for x, where, _ in _pieces(logits, vocab):
-        flat[where] = function(x, _piece(flat_ids, where), _part(whole, where))
+        flat[where] = function(x, _piece(flat_ids, where), part_of(whole, where))
 
 
 class _Boundary(torch.autograd.Function):
@@ -251,7 +269,7 @@ class _Boundary(torch.autograd.Function):
             logits, ids, transforms, summary = _unpacked(ctx.saved_tensors)
             # differentiable again for create_graph=True and torch.func; plain operations also under vmap and with
             # tangents
-            if torch.is_grad_enabled() or any(map(_is_batched, given)) or forward_ad._current_level >= 0:
+            if torch.is_grad_enabled() or any(map(is_batched, given)) or forward_ad._current_level >= 0:
                 if ctx.in_place:
                     raise RuntimeError(
                         "the gradient of a call with inplace_backward=True can be taken once only: create_graph, vmap"
@@ -274,7 +292,7 @@ class _Boundary(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
         *tensors, want, in_place = inputs
-        logits, ids, transforms = _batch_first(info.batch_size, in_dims, *tensors)
+        logits, ids, transforms = batch_first(info.batch_size, in_dims, *tensors)
         found = _Boundary.apply(logits, ids, *transforms, want, in_place)  # type: ignore[no-untyped-call]
         return found, tuple(0 if each.ndim > 1 or each.numel() else None for each in found)
 
@@ -283,7 +301,7 @@ def _unpacked(saved: Any) -> tuple[torch.Tensor, Maybe, Transforms, tuple[torch.
     return saved[0], saved[1], Transforms(*saved[2:7]), saved[7:]
 
 
-def _batch_first(size: int, in_dims: Any, logits: torch.Tensor, ids: Maybe, *transforms: Maybe) -> Any:
+def batch_first(size: int, in_dims: Any, logits: torch.Tensor, ids: Maybe, *transforms: Maybe) -> Any:
     """Arguments under vmap, with the batch as the first axis of each that needs one."""
     logits_dim, ids_dim, *dims = in_dims
     logits = _first(logits, logits_dim, size)
@@ -304,12 +322,12 @@ def _batch_first(size: int, in_dims: Any, logits: torch.Tensor, ids: Maybe, *tra
     return logits, ids, Transforms(*found)
 
 
-def _is_batched(tensor: torch.Tensor) -> bool:
+def is_batched(tensor: torch.Tensor) -> bool:
     """Whether it stands for many, under torch.func.vmap or is_grads_batched=True (keys FuncTorchBatched, Batched)."""
     return "Batched" in str(torch._C._dispatch_keys(tensor))
 
 
-def _is_forward_over_forward() -> bool:
+def is_forward_over_forward() -> bool:
     """Whether two or more forward-mode transforms of torch.func run: torch takes a second tangent of its
     autograd.Function for 0, in silence."""
     levels = torch._C._functorch.get_interpreter_stack() or []
@@ -404,7 +422,7 @@ def _(_: torch.Tensor, ids: torch.Tensor, *__: Maybe) -> torch.Tensor:
 
 @_rank_operator.register_vmap
 def _(info: Any, in_dims: Any, *tensors: Any) -> Any:
-    logits, ids, transforms = _batch_first(info.batch_size, in_dims, *tensors)
+    logits, ids, transforms = batch_first(info.batch_size, in_dims, *tensors)
     return _rank_operator(logits, ids, *transforms), 0
 
 
@@ -430,11 +448,11 @@ def _(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
 @_top_operator.register_vmap
 def _(info: Any, in_dims: Any, *inputs: Any) -> Any:
     *tensors, count = inputs
-    logits, ids, transforms = _batch_first(info.batch_size, in_dims, *tensors)
+    logits, ids, transforms = batch_first(info.batch_size, in_dims, *tensors)
     return _top_operator(logits, ids, *transforms, count), 0
 
 
-class _normalised:
+class normalised:
     """The modes that a graph would otherwise be guarded on: gradients, inference and autocast, all off."""
 
     def __init__(self, logits: torch.Tensor) -> None:
@@ -452,7 +470,7 @@ class _normalised:
             mode.__exit__(*error)
 
 
-def _fresh(logits: torch.Tensor) -> torch.Tensor:
+def fresh(logits: torch.Tensor) -> torch.Tensor:
     """Contiguous memory of the shape of the logits, not yet written.
 
     On a CPU it is NumPy's, which asks the kernel for huge pages: a first write to ordinary pages takes several times
@@ -476,30 +494,30 @@ def _sizes(logits: torch.Tensor, ids: Maybe) -> tuple[int, int, int]:
     return logits.shape[:-1].numel(), logits.shape[-1], many
 
 
-def _normal(tensor: torch.Tensor) -> torch.Tensor:
+def normal(tensor: torch.Tensor) -> torch.Tensor:
     """A plain detached tensor on the same memory, also of a tensor made in inference mode."""
     return from_dlpack(tensor.detach()) if tensor.is_inference() else tensor.detach()
 
 
-def _plain(piece: torch.Tensor) -> torch.Tensor:
+def plain(piece: torch.Tensor) -> torch.Tensor:
     """(N, any), contiguous with the strides of its shape: a lone row is contiguous at any stride, and a graph not."""
     return piece.contiguous().as_strided(piece.shape, (piece.shape[1], 1))
 
 
 def _flat(tensor: Maybe, *shape: int) -> Maybe:
-    return None if tensor is None else _normal(tensor).reshape(shape)
+    return None if tensor is None else normal(tensor).reshape(shape)
 
 
 def _piece(flat: Maybe, where: slice) -> Maybe:
     """Of some rows, contiguous."""
     if flat is None:
         return None
-    return _plain(flat[where]) if flat.ndim == 2 else flat[where].contiguous()
+    return plain(flat[where]) if flat.ndim == 2 else flat[where].contiguous()
 
 
-def _rows(logits: torch.Tensor, transforms: Transforms) -> Rows:
+def rows_of(logits: torch.Tensor, transforms: Transforms) -> Rows:
     """The numbers of the rows; bias and mask as they came, without a copy where the strides allow it."""
-    logits, shape = _normal(logits), tuple(logits.shape)
+    logits, shape = normal(logits), tuple(logits.shape)
     rows, narrow = logits.shape[:-1].numel(), logits.dtype != torch.float64
 
     def number(name: str, tensor: Any) -> Any:
@@ -508,7 +526,7 @@ def _rows(logits: torch.Tensor, transforms: Transforms) -> Rows:
         if tensor.ndim == 0 and tensor.device.type == "cpu":  # read without waiting for a device
             value = float(tensor)
             return value if is_valid(name, value, narrow) else float("nan")
-        return tuple(part.to(logits.device) for part in number_pair(xp, name, _normal(tensor), rows, logits))
+        return tuple(part.to(logits.device) for part in number_pair(xp, name, normal(tensor), rows, logits))
 
     def move(row: Any) -> torch.Tensor:
         return torch.tensor(row, device=logits.device)
@@ -519,7 +537,7 @@ def _rows(logits: torch.Tensor, transforms: Transforms) -> Rows:
     has_bias = None if transforms.bias is None else logits.new_zeros(1, dtype=torch.float32)
     found = rows_of_call(xp, Transforms(temperature, scale, softcap, has_bias), shape, logits, move)
     bias, mask = (
-        None if array is None else over_vocabulary(xp, _normal(array), shape, move)
+        None if array is None else over_vocabulary(xp, normal(array), shape, move)
         for array in (transforms.bias, transforms.mask)
     )
     return found._replace(bias=_once(bias), mask=_once(mask))
@@ -532,7 +550,7 @@ def _once(shared: Shared | None) -> Shared | None:
     return shared._replace(values=shared.values.contiguous())
 
 
-def _part(transforms: Rows, where: slice) -> Rows:
+def part_of(transforms: Rows, where: slice) -> Rows:
     """Those of some rows, contiguous."""
     part = transforms.of(where)
     return part._replace(bias=_own(part.bias), mask=_own(part.mask))
@@ -541,7 +559,7 @@ def _part(transforms: Rows, where: slice) -> Rows:
 def _own(shared: Shared | None) -> Shared | None:
     if shared is None or shared.values.ndim == 1:
         return shared
-    return shared._replace(values=_plain(shared.values))
+    return shared._replace(values=plain(shared.values))
 
 
 def _pieces(
@@ -549,9 +567,9 @@ def _pieces(
 ) -> Iterator[tuple[torch.Tensor, slice, torch.Tensor]]:
     """Contiguous pieces of the rows, where they stand among all rows, and the views that they are, or copy."""
     first = 0
-    for view in _row_views(_normal(logits), vocab):
+    for view in _row_views(normal(logits), vocab):
         for part in compiled.pieces(view.shape[0], vocab, view.device, overlap):
-            yield _plain(view[part]), slice(first + part.start, first + part.stop), view[part]
+            yield plain(view[part]), slice(first + part.start, first + part.stop), view[part]
         first += view.shape[0]
 
 

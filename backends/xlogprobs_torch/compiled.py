@@ -177,7 +177,7 @@ def pieces(rows: int, vocab: int, device: torch.device, overlap: bool) -> Iterat
 
 def forward(x: torch.Tensor, ids: torch.Tensor | None, transforms: Rows, want: Want) -> tuple[Any, ...]:
     """Of contiguous rows (N, V): logprob, entropy, lse, and the summaries' max, bias, rest and moment."""
-    result: tuple[Any, ...] = _run(_forward, x, transforms, ids, want)
+    result: tuple[Any, ...] = run(_forward, x, transforms, ids, want)
     return result
 
 
@@ -191,10 +191,10 @@ def backward(
 ) -> torch.Tensor:
     """Writes the gradient into contiguous ``out`` (N, V) of the dtype of the rows; into the rows where it is None."""
     if out is None:
-        columns, at_columns = _run(_backward_in_place, x, transforms, ids, upstream, summary)
+        columns, at_columns = run(_backward_in_place, x, transforms, ids, upstream, summary)
         out = x
     else:
-        columns, at_columns = _run(_backward, x, transforms, ids, upstream, summary, out)
+        columns, at_columns = run(_backward, x, transforms, ids, upstream, summary, out)
     if columns is None:
         return out
     # not scatter_, which copies all of a half-precision array to float32 and back
@@ -203,7 +203,7 @@ def backward(
 
 def rank(x: torch.Tensor, ids: torch.Tensor, transforms: Rows) -> torch.Tensor:
     """(N, K)"""
-    result: torch.Tensor = _run(_rank, x, transforms, ids)
+    result: torch.Tensor = run(_rank, x, transforms, ids)
     return result
 
 
@@ -214,7 +214,7 @@ def top_ids(x: torch.Tensor, ids: torch.Tensor | None, transforms: Rows, count: 
     their largest alike: any other block has ``count`` blocks before it, and in each an entry that comes before all of
     its own.
     """
-    largest, ordered = _run(_largest_of_blocks, x, transforms, ids)
+    largest, ordered = run(_largest_of_blocks, x, transforms, ids)
     blocks = top(xp, largest, min(count, largest.shape[1])).sort(-1).values
     columns = (blocks[:, :, None] * BLOCK + torch.arange(BLOCK, device=x.device)).flatten(1)
     columns, vocab = columns[:, : x.shape[1]], x.shape[1]
@@ -226,10 +226,10 @@ def top_ids(x: torch.Tensor, ids: torch.Tensor | None, transforms: Rows, count: 
 
 def summary(x: torch.Tensor, transforms: Rows) -> Summary:
     """Summaries of rows (N, V), eagerly."""
-    return summarize(x, _widened(transforms, x), layout(x.shape[1], x.device), primitives(x.device, x.dtype))
+    return summarize(x, widened(transforms, x), layout(x.shape[1], x.device), primitives(x.device, x.dtype))
 
 
-def _widened(transforms: Rows, x: torch.Tensor) -> Rows:
+def widened(transforms: Rows, x: torch.Tensor) -> Rows:
     """With the bias in the arithmetic type."""
     if transforms.bias is None:
         return transforms
@@ -241,7 +241,7 @@ def _widened(transforms: Rows, x: torch.Tensor) -> Rows:
 
 def _forward(x: torch.Tensor, transforms: Rows, ids: torch.Tensor | None, want: Want) -> tuple[Any, ...]:
     prim = primitives(x.device, x.dtype)
-    statistics, summary = statistics_of_rows(x, ids, _widened(transforms, x), layout(x.shape[1], x.device), prim, want)
+    statistics, summary = statistics_of_rows(x, ids, widened(transforms, x), layout(x.shape[1], x.device), prim, want)
     return *statistics, summary.max, summary.bias, summary.rest, summary.moment
 
 
@@ -253,7 +253,7 @@ def _backward(
     summary: Summary,
     out: torch.Tensor,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    found = gradient(x, ids, upstream, summary, _widened(transforms, x), primitives(x.device, x.dtype))
+    found = gradient(x, ids, upstream, summary, widened(transforms, x), primitives(x.device, x.dtype))
     out.copy_(found.row)
     return found.columns, None if found.at_columns is None else found.at_columns.to(x.dtype)
 
@@ -265,14 +265,14 @@ def _backward_in_place(
 
 
 def _rank(x: torch.Tensor, transforms: Rows, ids: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = rank_of_rows(x, ids, _widened(transforms, x), primitives(x.device, x.dtype))
+    found: torch.Tensor = rank_of_rows(x, ids, widened(transforms, x), primitives(x.device, x.dtype))
     return found
 
 
 def _largest_of_blocks(
     x: torch.Tensor, transforms: Rows, ids: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    order, ordered = order_of_rows(x, ids, _widened(transforms, x), primitives(x.device, x.dtype))
+    order, ordered = order_of_rows(x, ids, widened(transforms, x), primitives(x.device, x.dtype))
     whole = x.shape[1] // BLOCK * BLOCK
     largest = [cut(xp, order, 0, whole // BLOCK, BLOCK).amax(-1)] if whole else []
     if whole < x.shape[1]:
@@ -282,7 +282,7 @@ def _largest_of_blocks(
 
 def _order_at(x: torch.Tensor, columns: torch.Tensor, transforms: Rows) -> torch.Tensor:
     """What orders the entries at columns (N, any)."""
-    prim, transforms = primitives(x.device, x.dtype), _widened(transforms, x)
+    prim, transforms = primitives(x.device, x.dtype), widened(transforms, x)
     at = points(x, columns, transforms, prim)
     order: torch.Tensor = key(
         prim, at._replace(value=widen(xp, at.value)), numbers(transforms).map(lambda number: number[:, None])
@@ -290,7 +290,7 @@ def _order_at(x: torch.Tensor, columns: torch.Tensor, transforms: Rows) -> torch
     return order
 
 
-def _run(function: Function, x: torch.Tensor, transforms: Rows, *rest: Any) -> Any:
+def run(function: Function, x: torch.Tensor, transforms: Rows, *rest: Any) -> Any:
     device, arguments = x.device, (x, transforms, *rest)
     if not compiles(device):
         return function(*arguments)

@@ -19,7 +19,7 @@ def statistics(logits: torch.Tensor, ids: torch.Tensor | None, transforms: Trans
     many = None if ids is None else ids if ids.ndim == logits.ndim else ids.unsqueeze(-1)
     x = logits if logits.dtype == torch.float64 else logits.float()
     active = None if many is None else (many != IGNORED).any(-1, keepdim=True)
-    z, base = _transformed(x if active is None else torch.where(active, x, 0), transforms)
+    z, base = transformed(x if active is None else torch.where(active, x, 0), transforms)
     log_p = z.log_softmax(-1)
     logprob = entropy = lse = None
     if want.logprob and ids is not None and many is not None:
@@ -37,7 +37,7 @@ def statistics(logits: torch.Tensor, ids: torch.Tensor | None, transforms: Trans
     return Statistics(logprob, entropy, lse)
 
 
-def _transformed(x: torch.Tensor, transforms: Transforms) -> tuple[torch.Tensor, torch.Tensor]:
+def transformed(x: torch.Tensor, transforms: Transforms) -> tuple[torch.Tensor, torch.Tensor]:
     """z (..., V) less a number of each position (...), and that number."""
     given: tuple[Any, ...] = transforms[:3]
     temperature, scale, softcap = (None if number is None else _column(number, x) for number in given)

@@ -18,16 +18,11 @@ Numbers = tuple[Maybe, ...]  # of a summary: max, bias, rest
 
 def kl_divergence(logits: torch.Tensor, ref_logits: torch.Tensor, transforms: Transforms) -> torch.Tensor:
     if torch.compiler.is_compiling():
-        temperature: Any = transforms.temperature
-        if temperature is not None and temperature.requires_grad:
-            raise ValueError(
-                "temperature requires a gradient, which is computed outside torch.compile only; pass"
-                " temperature.detach(), or scale the logits yourself"
-            )
+        boundary.refuse_temperature_gradient(transforms.temperature)
         result: torch.Tensor = _operator(logits, ref_logits, *transforms)[0]
         return result
-    given = Transforms(*(boundary._savable(tensor) for tensor in _tensors(transforms)))
-    if boundary._is_forward_over_forward():
+    given = Transforms(*(boundary.savable(tensor) for tensor in _tensors(transforms)))
+    if boundary.is_forward_over_forward():
         return _plain_kl(logits, ref_logits, given)
     return _Boundary.apply(logits, ref_logits, *given)[0]  # type: ignore[no-untyped-call,no-any-return]
 
@@ -46,11 +41,11 @@ def _outputs(logits: torch.Tensor, ref_logits: torch.Tensor, bias: Maybe) -> tup
 
 
 def _forward(logits: torch.Tensor, ref_logits: torch.Tensor, transforms: Transforms) -> tuple[torch.Tensor, ...]:
-    with boundary._normalised(logits):
+    with boundary.normalised(logits):
         outputs = _outputs(logits, ref_logits, transforms.bias)
-        flat, whole = [each.view(-1) for each in outputs], boundary._rows(logits, transforms)
+        flat, whole = [each.view(-1) for each in outputs], boundary.rows_of(logits, transforms)
         for x, y, where in _pieces(logits, ref_logits):
-            found = compiled._run(_kl, x, boundary._part(whole, where), y)
+            found = compiled.run(_kl, x, boundary.part_of(whole, where), y)
             for output, value in zip(flat, found, strict=True):
                 if value is not None:
                     output[where] = value
@@ -60,27 +55,27 @@ def _forward(logits: torch.Tensor, ref_logits: torch.Tensor, transforms: Transfo
 def _backward(
     upstream: torch.Tensor, logits: torch.Tensor, ref_logits: torch.Tensor, transforms: Transforms, *saved: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    with boundary._normalised(logits):
-        vocab, whole = logits.shape[-1], boundary._rows(logits, transforms)
-        results = boundary._fresh(logits), boundary._fresh(ref_logits)
-        of_rows = boundary._normal(upstream).reshape(-1)
+    with boundary.normalised(logits):
+        vocab, whole = logits.shape[-1], boundary.rows_of(logits, transforms)
+        results = boundary.fresh(logits), boundary.fresh(ref_logits)
+        of_rows = boundary.normal(upstream).reshape(-1)
         # what is empty but for an empty batch is not there
-        numbers = [each.reshape(-1) if each.numel() else None for each in map(boundary._normal, saved)]
+        numbers = [each.reshape(-1) if each.numel() else None for each in map(boundary.normal, saved)]
         for x, y, where in _pieces(logits, ref_logits):
             own = tuple(None if each is None else each[where] for each in numbers)
             out = tuple(result.view(-1, vocab)[where] for result in results)
-            part = boundary._part(whole, where)
-            compiled._run(_kl_backward, x, part, y, of_rows[where].contiguous(), own, out)
+            part = boundary.part_of(whole, where)
+            compiled.run(_kl_backward, x, part, y, of_rows[where].contiguous(), own, out)
         return results
 
 
 def _pieces(x: torch.Tensor, y: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, slice]]:
     """Contiguous pieces of the rows of both, and where they stand among all rows."""
     first, vocab = 0, x.shape[-1]
-    for rows, other_rows in _row_views(boundary._normal(x), boundary._normal(y)):
+    for rows, other_rows in _row_views(boundary.normal(x), boundary.normal(y)):
         for part in compiled.pieces(rows.shape[0], vocab, rows.device, True):
             where = slice(first + part.start, first + part.stop)
-            yield boundary._plain(rows[part]), boundary._plain(other_rows[part]), where
+            yield boundary.plain(rows[part]), boundary.plain(other_rows[part]), where
         first += rows.shape[0]
 
 
@@ -112,15 +107,15 @@ def _kl_backward(
 ) -> None:
     kl, maximum, bias, rest, ref_maximum, ref_bias, ref_rest = numbers
     own, other = Summary(maximum, rest, None, bias), Summary(ref_maximum, ref_rest, None, ref_bias)
-    widened, _, prim = _terms(x, transforms)
-    found = kl_gradient(x, y, upstream, kl, own, other, widened, prim)
+    wide, _, prim = _terms(x, transforms)
+    found = kl_gradient(x, y, upstream, kl, own, other, wide, prim)
     for result, gradient in zip(out, found, strict=True):
         result.copy_(gradient)
 
 
 def _terms(x: torch.Tensor, transforms: Rows) -> tuple[Rows, Any, Any]:
     layout, prim = compiled.layout(x.shape[1], x.device), compiled.primitives(x.device, x.dtype)
-    return compiled._widened(transforms, x), layout, prim
+    return compiled.widened(transforms, x), layout, prim
 
 
 class _Boundary(torch.autograd.Function):
@@ -142,7 +137,7 @@ class _Boundary(torch.autograd.Function):
         if upstream is None:
             return (None,) * 7
         logits, ref_logits, transforms, saved = _unpacked(ctx.saved_tensors)
-        again = torch.is_grad_enabled() or boundary._is_batched(upstream) or forward_ad._current_level >= 0
+        again = torch.is_grad_enabled() or boundary.is_batched(upstream) or forward_ad._current_level >= 0
         if again or ctx.needs_input_grad[2]:
             of_both = _gradient(logits, ref_logits, transforms, upstream)
         else:
@@ -157,7 +152,7 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        logits, ref_logits, given = boundary._batch_first(info.batch_size, in_dims, *inputs)
+        logits, ref_logits, given = boundary.batch_first(info.batch_size, in_dims, *inputs)
         found = _Boundary.apply(logits, ref_logits, *given)  # type: ignore[no-untyped-call]
         return found, tuple(0 if each.ndim > 1 or each.numel() else None for each in found)
 
@@ -169,7 +164,7 @@ def _unpacked(saved: Any) -> tuple[torch.Tensor, torch.Tensor, Transforms, tuple
 def _plain_kl(logits: torch.Tensor, ref_logits: torch.Tensor, transforms: Transforms) -> torch.Tensor:
     """The divergence as plain torch operations, which torch can differentiate, run forward, or vectorise."""
     log_p, log_q = (
-        derivatives._transformed(x if x.dtype == torch.float64 else x.float(), transforms)[0].log_softmax(-1)
+        derivatives.transformed(x if x.dtype == torch.float64 else x.float(), transforms)[0].log_softmax(-1)
         for x in (logits, ref_logits)
     )
     gone = log_p == -float("inf")  # replaced before anything infinite is computed of it: its derivatives are 0
