@@ -25,14 +25,9 @@ def _rows(logits: Any, ids: Any, given: Transforms, positive: bool) -> tuple[Any
     flat = None if ids is None else jnp.reshape(ids, (rows, -1))
     shape = logits.shape
     if rows == 1:  # XLA compiles a single row to other code, and to other bits: let it have company
-        x, flat = jax.tree.map(lambda part: barrier(jnp.concatenate([part, part])), (x, flat))
-        given = given._replace(
-            **{
-                name: jnp.reshape(array, array.shape[-1:])
-                for name, array in (("bias", given.bias), ("mask", given.mask))
-                if array is not None
-            }
-        )
+        x, flat = jax.tree.map(_twice, (x, flat))
+        one_each = jax.tree.map(lambda number: number if jnp.ndim(number) == 0 else _twice(number), given[:3])
+        given = Transforms(*one_each, *map(_of_two, given[3:]))
         shape = (2, vocab)
     transforms = rows_of_call(jnp, given, shape, x, jnp.asarray)
     if positive:
@@ -40,6 +35,15 @@ def _rows(logits: Any, ids: Any, given: Transforms, positive: bool) -> tuple[Any
     # XLA divides by one number, broadcast, with other bits than by one number a row
     of_rows = barrier(transforms._replace(bias=None, mask=None))
     return x, flat, of_rows._replace(bias=transforms.bias, mask=transforms.mask)
+
+
+def _twice(part: Any) -> Any:
+    return barrier(jnp.concatenate([jnp.atleast_1d(part)] * 2))
+
+
+def _of_two(array: Any) -> Any:
+    """A bias or mask of the row and of its company: one for each, unless it is one for all rows of any batch."""
+    return array if array is None or array.ndim <= 1 else _twice(jnp.reshape(array, (1, array.shape[-1])))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
