@@ -212,7 +212,7 @@ def gradient_bound(reference: Array, upstream: Array, slope: Any, dtype: Any) ->
     r = np.asarray(reference, np.float64)
     largest = np.abs(upstream).reshape(*r.shape[:-1], -1).max(axis=-1, keepdims=True)
     small = 1e-12 if np.dtype(dtype) == np.float64 else 1e-6
-    allowed = np.broadcast_to(small * np.maximum(1.0, largest * max(1.0, slope)), r.shape)
+    allowed = np.broadcast_to(small * np.maximum(1.0, largest * np.maximum(1.0, slope)), r.shape)
     return allowed + rounding(r, dtype)
 
 
