@@ -586,3 +586,19 @@ def test_pieces_that_are_overwritten_do_not_overlap():
         assert covered == list(range(rows))
         sizes = {part.stop - part.start for part in compiled.pieces(rows, 1000, cpu, overlap=False)}
         assert sizes <= {1, 8, 256}
+
+
+def test_a_temperature_that_is_one_number_keeps_its_tangent_in_forward_mode():
+    from torch.autograd import forward_ad
+
+    logits, ids = torch.randn(4, 50, dtype=torch.float64), torch.arange(4)
+    with forward_ad.dual_level():
+        temperature = forward_ad.make_dual(
+            torch.tensor(0.7, dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64)
+        )
+        tangent = forward_ad.unpack_dual(logprobs(logits, ids, temperature=temperature)).tangent
+        with pytest.raises(ValueError, match="scale requires a gradient"):
+            logprobs(logits, ids, scale=temperature)
+    step = 1e-6
+    warmer, colder = (logprobs(logits, ids, temperature=0.7 + sign * step) for sign in (1, -1))
+    torch.testing.assert_close(tangent, (warmer - colder) / (2 * step), atol=1e-7, rtol=1e-7)

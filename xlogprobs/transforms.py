@@ -126,8 +126,8 @@ def rows_of_call(
     if scale is not None and not (isinstance(call.scale, float) and call.scale >= contract.COLDEST):
         zero, one = xp.zeros_like(scale[0]), xp.ones_like(scale[0])
         sign = xp.where(scale[0] > 0, one, xp.where(scale[0] < 0, -one, scale[0]))
-        still = xp.abs(scale[0]) < _smallest(xp, scale[0])  # all entries are 0 then
-        sign = xp.where(still, zero, sign)
+        still = xp.abs(scale[0]) < _smallest(xp, scale[0])  # all entries are 0 then, or as good as
+        sign = xp.where(still, scale[0], sign)
         magnitude = xp.where(still, one, scale[0] * sign), xp.where(still, zero, scale[1] * sign)
     outer = magnitude if softcap is None else softcap  # what divides the temperature
     inner = softcap if softcap is None or magnitude is None else _quotient(xp, softcap, magnitude)

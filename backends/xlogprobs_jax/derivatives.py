@@ -66,20 +66,23 @@ def _tangent_of_rows(want: Want, primals: tuple[Any, ...], tangents: tuple[Any, 
     bias_dot = None if transforms.bias is None else transforms_dot.bias.values
     active = jnp.ones(len(x), bool) if ids is None else jnp.any(ids != IGNORED, axis=-1)
     # an ignored row has no derivative, whatever it holds: nothing that follows may be NaN there
-    top = Point(*jax.tree.map(lambda part: jnp.where(active, part, 0), tuple(found.top)))
+    inverse, mean, held = jax.tree.map(
+        lambda part: jnp.where(active, part, 0), (found.inverse, found.mean, tuple(found.top))
+    )
+    top = Point(*held)
     scored = ids if want.logprob else None
 
     own, mean_change, second = _sums(
-        want.entropy, x, transforms, scored, active, found.inverse, top, x_dot, by_dot, bias_dot
+        want.entropy, x, transforms, scored, active, inverse, top, x_dot, by_dot, bias_dot
     )
-    change = found._replace(top=jax.tree.map(jnp.zeros_like, found.top), inverse=-found.inverse * mean_change)
+    change = found._replace(top=jax.tree.map(jnp.zeros_like, found.top), inverse=-inverse * mean_change)
     if want.logprob:
         each = own - mean_change[:, None]
         # a product, which the gradient of an invalid id passes through as well
         each = each * jnp.where(ids == INVALID, jnp.nan, 1).astype(each.dtype)
         change = change._replace(logprob=jnp.where(ids == IGNORED, 0, each))
     if want.entropy:
-        product = found.mean * mean_change
+        product = mean * mean_change
         change = change._replace(entropy=jnp.where(active, product - second, 0), mean=mean_change + second - product)
     if want.lse:
         change = change._replace(
