@@ -72,9 +72,7 @@ def _tangent_of_rows(want: Want, primals: tuple[Any, ...], tangents: tuple[Any, 
     top = Point(*held)
     scored = ids if want.logprob else None
 
-    own, mean_change, second = _sums(
-        want.entropy, x, transforms, scored, active, inverse, top, x_dot, by_dot, bias_dot
-    )
+    own, mean_change, second = _sums(want.entropy, x, transforms, scored, active, inverse, top, x_dot, by_dot, bias_dot)
     change = found._replace(top=jax.tree.map(jnp.zeros_like, found.top), inverse=-inverse * mean_change)
     if want.logprob:
         each = own - mean_change[:, None]
