@@ -173,7 +173,8 @@ def gradient(
 
 
 def count_greater(x: Array, columns: Array, transforms: RowTransforms, threads: int | None = None) -> Array:
-    """How many entries of a row stand strictly above the one at each column; a negative column gives 0.
+    """How many entries of a row stand strictly above the one at each column; a negative column gives 0, and a row that
+    holds NaN or +inf, or nothing finite, gives -1.
 
     Entries are compared by v, or with a bias by y + bias * k rounded to the arithmetic type.
 

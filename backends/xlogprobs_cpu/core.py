@@ -12,7 +12,7 @@ from xlogprobs.backend import Statistics, statistics_of_rows
 from xlogprobs.contract import IGNORED, Call, Transforms, Want
 from xlogprobs.gradient import Upstream, weights
 from xlogprobs.summary import Layout, Primitives, Summary
-from xlogprobs.transforms import Rows, Shared, rows_of_call, wide
+from xlogprobs.transforms import Rows, Shared, numbers, rows_of_call, wide
 
 Array = NDArray[Any]
 
@@ -136,12 +136,12 @@ def gradient(
 @QUIET
 def rank(x: Array, ids: Array, transforms: Rows, threads: int | None = None) -> Array:
     """`xlogprobs.backend.rank_of_rows` (N, K)."""
-    # a row without a distribution has no rank, which its summary knows
-    statistics_, _ = statistics(x, None, transforms, Want(logprob=False, lse=True), threads)
-    assert statistics_.lse is not None
-    ordered = np.isfinite(statistics_.lse)[:, None] & (ids >= 0) & np.any(ids != IGNORED, axis=-1)[:, None]
-    above = kernels.count_greater(x, np.where(ordered, ids, -1), _of_kernels(transforms), threads)
-    return np.where(ordered, above + 1, 0)
+    ordered = np.any(ids != IGNORED, axis=-1)
+    for number in numbers(transforms):
+        ordered = ordered if number is None else ordered & ~np.isnan(number)
+    scored = np.where(ordered[:, None], ids, IGNORED)
+    above = kernels.count_greater(x, scored, _of_kernels(transforms), threads)
+    return np.where(scored >= 0, above + 1, 0)
 
 
 def _of_kernels(transforms: Rows) -> kernels.RowTransforms:

@@ -722,7 +722,8 @@ def gradient(
 
 @compiled()
 def count_greater(part, x, sign, inner, bias, bias_row, bias_unit, mask, mask_row, like, ids, counts):
-    """For the rows ``part``: how many entries stand strictly above the one at each id; 0 for a negative id."""
+    """For the rows ``part``: how many entries stand strictly above the one at each id; 0 for a negative id, -1 in a row
+    without an order."""
     first, stop, vocab = part
     for n in range(first, stop):
         logits, kept, added = (
@@ -731,6 +732,7 @@ def count_greater(part, x, sign, inner, bias, bias_row, bias_unit, mask, mask_ro
             row_at(bias, n, bias_row, vocab),
         )
         side, unit, cap = sign_at(sign, n, like), value_at(bias_unit, n, 1.0), cap_of(0.0, inner, n)
+        wrong = 0
         for k in range(ids.shape[1]):
             counts[n, k] = 0
         for begin in range(0, vocab, BLOCK):
@@ -739,7 +741,13 @@ def count_greater(part, x, sign, inner, bias, bias_row, bias_unit, mask, mask_ro
             for k in range(ids.shape[1]):
                 if ids[n, k] >= 0:
                     mark = height(logits, ids[n, k], side, kept, added, unit, cap)
-                    counts[n, k] += above(mark, block, side, keep, biases, unit, cap)
+                    higher, unordered = above(mark, block, side, keep, biases, unit, cap)
+                    counts[n, k] += higher
+                    wrong += unordered
+        for k in range(ids.shape[1]):
+            if ids[n, k] >= 0:
+                nothing = counts[n, k] == 0 and height(logits, ids[n, k], side, kept, added, unit, cap) == -inf
+                counts[n, k] = -1 if wrong > 0 or nothing else counts[n, k]
 
 
 @by_type
@@ -755,7 +763,10 @@ def height(x: Any, j: Any, sign: Any, mask: Any, bias: Any, unit: Any, cap: Any)
 
 @called
 def above(mark, x, sign, mask, bias, unit, cap):
-    count = 0
+    """How many entries are higher than ``mark``, and how many are +inf or NaN."""
+    count = unordered = 0
     for j in range(x.size):
-        count += height(x, j, sign, mask, bias, unit, cap) > mark
-    return count
+        here = height(x, j, sign, mask, bias, unit, cap)
+        count += here > mark
+        unordered += not here < inf
+    return count, unordered
