@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import io
 import json
-import types
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ pytest.importorskip("rich", reason="rich is not installed")
 
 from rich.console import Console
 
-import xlogprobs
 from bench import __main__ as command
 from bench import measure, methods, peers, plots, readme, report, suites
 from bench.case import Case
@@ -82,17 +80,16 @@ def test_every_method_gives_its_figures_or_the_reason_why_not(what, library, dty
 
 
 @pytest.mark.parametrize("library", methods.TABLES["stats"])
-def test_the_stats_table_measures_token_stats_beside_logprobs(library, monkeypatch):
-    def stand_in(logits, ids, want):
-        return types.SimpleNamespace(**dict.fromkeys(want, xlogprobs.logprobs(logits, ids)))
-
-    if not methods.has("token_stats"):
-        monkeypatch.setattr(xlogprobs, "token_stats", stand_in, raising=False)
+def test_the_stats_table_measures_token_stats_beside_logprobs(library):
     found = measured("stats", library)["methods"]
     assert [name for name in found if methods.is_ours(name)] == [
         "xlogprobs",
         "xlogprobs.token_stats: logprob, entropy",
+        "xlogprobs.token_stats: logprob, entropy, lse",
         "xlogprobs.token_stats: logprob, entropy, rank",
+        "xlogprobs, without Numba",
+        "xlogprobs, without Numba: logprob, entropy",
+        "xlogprobs, without Numba: logprob, entropy, rank",
     ]
     assert all(figures["error_bounds"] <= 1 for name, figures in found.items() if methods.is_ours(name))
 
@@ -248,7 +245,7 @@ def test_the_reference_table_has_the_published_figures():
     needed("torch")
     case = measured("reference", "torch")
     names = list(methods.PUBLISHED["methods"])
-    assert names == list(case["methods"])[1:-1]
+    assert names == list(case["methods"])[1:-2]
     for name in names:
         case["methods"][name]["published"] = methods.PUBLISHED["methods"][name]
     shown = readme.reference({"cases": [case], "published": methods.PUBLISHED, "machine": command.machine([case])})
