@@ -65,6 +65,12 @@ def grad(document: dict[str, Any]) -> str:
     return _timed(document, "grad", [MS, X_LIMIT, X_USUAL, SHARE, GRADIENT_ERROR])
 
 
+def stats(document: dict[str, Any]) -> str:
+    return _timed(
+        document, "stats", [MS, X_LIMIT, ("x of the log-probabilities alone", figure("x_usual", ".2f")), SHARE]
+    )
+
+
 def shapes(document: dict[str, Any]) -> str:
     return _timed(document, "forward", [MS, X_LIMIT, X_USUAL, ERROR])
 
@@ -126,6 +132,7 @@ TABLES = {
     "forward": ("cpu-peers.json", forward),
     "head": ("cpu-peers.json", head),
     "grad": ("cpu-grad.json", grad),
+    "stats": ("cpu-stats.json", stats),
     "reference": ("cpu-reference.json", reference),
     "shapes": ("cpu-shapes.json", shapes),
     "evaluation": ("cpu-shapes.json", small),
