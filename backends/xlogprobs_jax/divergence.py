@@ -16,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from xlogprobs.divergence import kl_of_rows
 from xlogprobs.gradient import inverse
+from xlogprobs.summary import widen
 from xlogprobs.transforms import Numbers, Point, Rows, numbers
 from xlogprobs_jax.derivatives import of_entries
 from xlogprobs_jax.lowering import layout, primitives
@@ -37,6 +38,8 @@ class Found(NamedTuple):
 @jax.custom_jvp
 def rows_with_derivative(x: Any, y: Any, transforms: Rows) -> Found:
     kl, own, other = kl_of_rows(x, y, transforms, layout(x.shape[1]), primitives(x))
+    # XLA compiles the two sides to different code, which would keep a row at 1e-8 from itself; NaN stays NaN
+    kl = jnp.where(jnp.all(widen(jnp, x) == widen(jnp, y), axis=-1), kl * 0, kl)
     excess = (jnp.log1p(own.rest) - jnp.log1p(other.rest)).astype(kl.dtype)
     return Found(kl, excess, inverse(jnp, own), inverse(jnp, other), own.point, other.point)
 
