@@ -316,7 +316,8 @@ def test_an_accelerators_graph_takes_any_batch(monkeypatch, float64, name):
     for part in (slice(0, 1), slice(3, 5), slice(1, 8)):
         masks = {key: value[part] for key, value in options.items()}
         for found, expected in zip(joint(logits[part], ids[part], **masks), whole, strict=True):
-            assert torch.equal(found, expected[part])
+            lone = "mask" in masks and part.stop - part.start == 1  # its mask is that of all rows: another graph
+            torch.testing.assert_close(found, expected[part], atol=1e-6 * lone, rtol=1e-6 * lone)
     assert graphs() == 1 + (name != "none")  # one sequence's mask is that of all rows
 
 
