@@ -302,10 +302,17 @@ def wide_distance(prim: "Primitives", at: Point, reference: Point, transforms: R
         apart = a - b
         return apart if transforms.temperature is None else apart / wide(xp, transforms.temperature)[:, None]
     if transforms.temperature is None:
-        return accurate.subtract(xp, a, b)
+        return _apart(xp, a, b, transforms)
     a, b = (a[0] * 0.5, a[1] * 0.5), (b[0] * 0.5, b[1] * 0.5)  # the difference itself may lie beyond float32
     high, low = _columns(transforms.temperature)
-    return accurate.divide(xp, accurate.subtract(xp, a, b), (high * 0.5, low * 0.5))
+    return accurate.divide(xp, _apart(xp, a, b, transforms), (high * 0.5, low * 0.5))
+
+
+def _apart(xp: Any, a: Pair, b: Pair, transforms: Rows) -> Pair:
+    """``a - b``; entries without a softcap and a bias have no low parts, and a compiler much less to do."""
+    if transforms.inner is None and transforms.bias is None:
+        return accurate.difference(xp, a[0], b[0])
+    return accurate.subtract(xp, a, b)
 
 
 def wide_value(prim: "Primitives", at: Point, transforms: Rows) -> Any:
