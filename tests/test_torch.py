@@ -53,9 +53,17 @@ def no_graphs_yet(monkeypatch):
     counters.clear()
 
 
+# as the fixture without_kernels
+PREAMBLE = """
+from xlogprobs_cpu import core
+without_kernels = core.disabled()
+without_kernels.__enter__()
+"""
+
+
 def run_script(script, **environment):
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", **environment}
-    command = [sys.executable, "-W", "error::RuntimeWarning:xlogprobs", "-c", textwrap.dedent(script)]
+    command = [sys.executable, "-W", "error::RuntimeWarning:xlogprobs", "-c", PREAMBLE + textwrap.dedent(script)]
     process = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert process.returncode == 0, process.stderr
     return process.stdout
