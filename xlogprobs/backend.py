@@ -119,17 +119,9 @@ def statistics_of_rows(
 def points(x: Array, columns: Array, transforms: Rows, prim: Primitives) -> Point:
     """The entries of ``x`` (N, V) at columns (N, K)."""
     by = numbers(transforms).map(lambda number: number[:, None])
-    value, mask, bias = (
-        None if array is None else prim.take(prim.xp, array, columns) for array in (x, *_over_rows(x, transforms, prim))
-    )
+    arrays = x, *transforms.over_vocabulary(prim.xp, x.shape[0])
+    value, mask, bias = (None if array is None else prim.take(prim.xp, array, columns) for array in arrays)
     return Point(value_of(prim, value, mask, by), bias)
-
-
-def _over_rows(x: Array, transforms: Rows, prim: Primitives) -> tuple[Array | None, Array | None]:
-    """mask and bias (N, V)."""
-    shared = transforms.mask, transforms.bias
-    mask, bias = (None if array is None else array.spread(prim.xp, x.shape[0]) for array in shared)
-    return mask, bias
 
 
 def order_of_rows(x: Array, ids: Array | None, transforms: Rows, prim: Primitives) -> tuple[Array, Array]:
@@ -137,7 +129,7 @@ def order_of_rows(x: Array, ids: Array | None, transforms: Rows, prim: Primitive
     that is not ignored."""
     xp = prim.xp
     by = numbers(transforms).map(lambda number: number[:, None])
-    mask, bias = _over_rows(x, transforms, prim)
+    mask, bias = transforms.over_vocabulary(prim.xp, x.shape[0])
     order = key(prim, Point(prim.widen(xp, value_of(prim, x, mask, by)), bias), by)
     largest = xp.max(order, axis=-1)
     numbers_of_row = [number for number in numbers(transforms) if number is not None]

@@ -116,9 +116,9 @@ def kl_gradient(
     prim: Primitives,
 ) -> tuple[Array, Array]:
     """Gradients with respect to ``x`` and ``y`` for upstream gradients (N,), in float32 or wider."""
-    xp, rows = prim.xp, x.shape[0]
+    xp = prim.xp
     by = numbers(transforms).map(lambda number: number[:, None])
-    mask, bias = (None if shared is None else shared.spread(xp, rows) for shared in (transforms.mask, transforms.bias))
+    mask, bias = transforms.over_vocabulary(xp, x.shape[0])
     v, w = (value_of(prim, entries, mask, by) for entries in (x, y))
     s = distance(prim, Point(v, bias), summary.point.column(), by)
     other_s = distance(prim, Point(w, bias), other.point.column(), by)

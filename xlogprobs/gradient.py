@@ -55,9 +55,7 @@ def gradient(
     """Gradient with respect to ``x`` (N, V), in float32 or wider; ``ids`` (N, K) are encoded."""
     xp = prim.xp
     by = numbers(transforms).map(lambda number: number[:, None])
-    mask, bias = (
-        None if shared is None else shared.spread(xp, x.shape[0]) for shared in (transforms.mask, transforms.bias)
-    )
+    mask, bias = transforms.over_vocabulary(xp, x.shape[0])
     weigh = weights(ids, upstream, summary, prim)
     row = _share(value_of(prim, x, mask, by), bias, by, weigh, summary, prim)
     active = None if ids is None else xp.any(ids != IGNORED, axis=-1)[:, None]
@@ -118,11 +116,6 @@ def _share(
     if own is None and by.inner is None:
         return share  # e^-inf is 0 already
     return xp.where(gone, xp.zeros_like(share), share)
-
-
-def probability(at: Point, summary: Summary, by: Numbers, prim: Primitives) -> Array:
-    """softmax of the rows that ``summary`` sums up, at entries (N, any); ``by`` has their number of axes."""
-    return prim.exp(prim.xp, distance(prim, at, summary.point.column(), by)) * inverse(prim.xp, summary)[:, None]
 
 
 def inverse(xp: Any, summary: Summary) -> Array:

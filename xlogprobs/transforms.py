@@ -72,6 +72,11 @@ class Rows(NamedTuple):
         """Those of some of the rows."""
         return Rows(*(_part(field, part) for field in self))
 
+    def over_vocabulary(self, xp: Any, rows: int) -> tuple[Array | None, Array | None]:
+        """mask and bias (N, V)."""
+        mask, bias = (None if shared is None else shared.spread(xp, rows) for shared in (self.mask, self.bias))
+        return mask, bias
+
 
 def _part(field: Any, part: slice) -> Any:
     if isinstance(field, Shared):

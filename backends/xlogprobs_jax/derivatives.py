@@ -145,7 +145,7 @@ def of_entries(
     """Which entries have a probability, and their s, p and dz (0 for the others), each (N, V)."""
     prim, rows = primitives(x), len(x)
     by, by_dot = (each.map(lambda number: number[:, None]) for each in (numbers(transforms), by_dot))
-    mask, bias = (None if array is None else array.spread(jnp, rows) for array in (transforms.mask, transforms.bias))
+    mask, bias = transforms.over_vocabulary(jnp, rows)
     if bias_dot is not None and transforms.bias is not None:
         bias_dot = transforms.bias._replace(values=bias_dot).spread(jnp, rows)
     reference = top.column()
