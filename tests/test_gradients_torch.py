@@ -478,6 +478,7 @@ def test_double_backward_inside_a_users_graph_is_torchs_own_error(batch):
 
 
 SHARDED = """
+    import os
     import sys
     import torch
     import torch.distributed as dist
@@ -510,8 +511,9 @@ SHARDED = """
         for one, many in zip(alone.parameters(), sharded.parameters()):
             difference = (many.grad.full_tensor() - one.grad).abs().max().item()
             assert difference <= 1e-6, difference
-    print("equal")
-    dist.destroy_process_group()
+    print("equal", flush=True)
+    dist.barrier()
+    os._exit(0)  # gloo's threads may outlive an ordinary exit, which then aborts
 """
 
 
@@ -526,8 +528,8 @@ def test_fsdp2_gradients_equal_those_of_one_process(tmp_path):
         )
         for rank in range(2)
     ]
-    for process in processes:
-        out, error = process.communicate(timeout=300)
+    said = [process.communicate(timeout=300) for process in processes]
+    for process, (out, error) in zip(processes, said, strict=True):
         assert process.returncode == 0, error
         assert out.strip().endswith("equal")
 

@@ -4,7 +4,7 @@ A backend is found through the entry-point group ``xlogprobs.backends`` under th
 loaded only once an array of that library, which must then be imported, is passed in.
 """
 
-import importlib.metadata
+import functools
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -24,7 +24,6 @@ GROUP = "xlogprobs.backends"
 # for libraries on top of NumPy: infinities and NaNs have defined results here
 QUIET = np.errstate(all="ignore")
 PIECE = 1 << 20  # entries worked on at once in eager code: 4 MB in float32
-ENTRY_POINTS = {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
 DISTRIBUTIONS = {"jaxlib": "jax"}  # an array's top-level module -> the library it belongs to
 
 _loaded: "dict[str, Backend]" = {}
@@ -291,7 +290,7 @@ def array_library(value: Any) -> str | None:
     for kind in type(value).__mro__:
         module = kind.__module__.split(".")[0]
         module = DISTRIBUTIONS.get(module, module)
-        if module in ENTRY_POINTS:
+        if _has_backend(module):
             return module
     return type(value).__module__.split(".")[0]
 
@@ -304,13 +303,25 @@ def load(name: str) -> Backend:
 
 def _import(name: str) -> bool:
     if name not in _loaded:
-        _loaded[name] = ENTRY_POINTS[name].load()()
+        _loaded[name] = _entry_points()[name].load()()
     return True
 
 
+@functools.cache
+def _entry_points() -> dict[str, Any]:
+    import importlib.metadata  # a third of this package's own import, with the mail parser that it brings
+
+    return {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
+
+
+def _has_backend(library: str) -> bool:
+    return library in _entry_points()
+
+
 # What torch.compiler.assume_constant_result sets, without an import of torch: the first call of a process may stand
-# inside a user's torch.compile, which can't trace the import of a backend.
+# inside a user's torch.compile, which can trace neither the search for backends nor the import of one.
 _import._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_has_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def numpy_backend() -> Backend:
@@ -324,7 +335,7 @@ def backend_for(logits: Any) -> Backend:
         raise TypeError(
             f"logits is a {type(logits).__name__}; expected an array of NumPy, torch, JAX or an array-API library"
         )
-    if library in ENTRY_POINTS and library in sys.modules:
+    if _has_backend(library) and library in sys.modules:
         return load(library)
     if not array_api_compat.is_array_api_obj(logits):
         raise TypeError(f"logits is a {library}.{type(logits).__name__}, which does not follow the array API standard")
@@ -341,7 +352,7 @@ def backends() -> list[BackendInfo]:
     ['array-api', 'numpy']
     """
     found = [ArrayApiBackend().info()]
-    for name in sorted(ENTRY_POINTS, key=lambda name: (name != "numpy", name)):
+    for name in sorted(_entry_points(), key=lambda name: (name != "numpy", name)):
         if importlib.util.find_spec(name) is None:
             why = f'{name} is not installed: pip install "xlogprobs[{name}]"'
             found.append(BackendInfo(name, False, why_not=why))
