@@ -28,6 +28,7 @@ from xlogprobs.parity import bound, gradient, gradient_bound, reference
 RESULT = "result: "  # before a line of output, among what peers print
 SAMPLE = 64  # rows on which the error is taken
 SHORTEST = 2e-3  # seconds of one repeat: shorter calls are made several times
+PAUSE = 0.02  # seconds before each: OpenMP's threads keep a core busy for milliseconds after the method before
 
 
 def times(case: Case, repeats: int) -> dict[str, Any]:
@@ -97,6 +98,7 @@ def _timed(library: Library, run: Callable[[], Any], inputs: Inputs, loops: int 
     """Seconds a call, and the last result, which is freed after the clock has stopped."""
     inputs.restore()
     library.finish(inputs.ids)
+    time.sleep(PAUSE)
     start = time.perf_counter()
     for _ in range(loops):
         out = library.finish(run())

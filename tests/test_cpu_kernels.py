@@ -301,7 +301,12 @@ def test_ranks_count_what_stands_above(dtype, kind):
     z = Exact(x, transforms)
     z = z.v if kind != "bias" else z.z.astype(dtype)
     expected = (z[:, None, :] > np.take_along_axis(z, np.maximum(columns, 0), 1)[:, :, None]).sum(-1)
-    assert np.array_equal(count_greater(x, columns, transforms), np.where(columns < 0, 0, expected))
+    expected = np.where(columns < 0, 0, expected)
+    assert np.array_equal(count_greater(x, columns, transforms), expected)
+    together, alone = summarize(x, transforms, True, columns=columns), summarize(x, transforms, True)
+    assert np.array_equal(together.above, expected)
+    for one, other in zip(together[:4], alone[:4], strict=True):
+        assert one is other is None or one.tobytes() == other.tobytes()
 
 
 @pytest.mark.parametrize("kind", KINDS)

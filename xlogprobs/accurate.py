@@ -49,13 +49,13 @@ def divide(xp: Any, numerator: Pair, denominator: Pair) -> Pair:
     product, low = two_product(quotient, denominator[0])
     remainder = ((numerator[0] - product) - low) + (numerator[1] - quotient * denominator[1])
     correction = remainder / denominator[0]
-    return quotient, xp.where(xp.isfinite(correction), correction, xp.zeros_like(correction))
+    return quotient, xp.where(xp.isfinite(correction), correction, 0)
 
 
 def difference(xp: Any, a: Array, b: Array) -> Pair:
     """``a - b`` as a pair; an infinite or NaN difference carries a low part of zero."""
     high, low = two_sum(a, -b)
-    return high, xp.where(xp.isfinite(low), low, xp.zeros_like(low))
+    return high, xp.where(xp.isfinite(low), low, 0)
 
 
 def sum_last_axis(xp: Any, terms: Pair) -> Pair:
@@ -100,7 +100,7 @@ def subtract(xp: Any, a: Pair, b: Pair) -> Pair:
     high, low = difference(xp, a[0], b[0])
     rounded, error = two_sum(high, low + (a[1] - b[1]))
     finite = xp.isfinite(rounded)
-    return xp.where(finite, rounded, high), xp.where(finite, error, xp.zeros_like(low))
+    return xp.where(finite, rounded, high), xp.where(finite, error, 0)
 
 
 def multiply(a: Pair, b: Pair) -> Pair:
@@ -121,8 +121,8 @@ def exp(xp: Any, value: Pair, repeat: Callable[..., Any] = repeat) -> Pair:
     The Taylor series of e^(value / 128), squared seven times; a compiler may want loops of its own for both.
     """
     far = value[0] < -60.0
-    high = xp.where(far, xp.full_like(value[0], -60.0), value[0]) / 128.0
-    low = xp.where(far, xp.zeros_like(value[1]), value[1]) / 128.0
+    high = xp.where(far, -60.0, value[0]) / 128.0
+    low = xp.where(far, 0, value[1]) / 128.0
     one = one_of(high)
 
     def term(n: Any, total: Pair) -> Pair:  # 1 + x / n * (1 + x / (n + 1) * ...)

@@ -238,10 +238,11 @@ def token_stats(
     Returns
     -------
     TokenStats
-        logprob, entropy and lse come from one read of the logits and are differentiable, as top_logprobs are; rank and
-        top_ids take a read of their own. rank is 1 for the greedy choice, and ties share the best rank. A position
-        whose ids are all ignored has 0.0 and rank 0 (top_ids -1) everywhere; a row without a distribution NaN, rank 0
-        and top_ids -1, but a row of nothing but -inf has lse -inf.
+        logprob, entropy and lse come from one read of the logits and are differentiable, as top_logprobs are; rank
+        comes from the same read where the CPU kernels run, else it and top_ids take one of their own. rank is 1 for
+        the greedy choice, and ties share the best rank. A position whose ids are all ignored has 0.0 and rank 0
+        (top_ids -1) everywhere; a row without a distribution NaN, rank 0 and top_ids -1, but a row of nothing but
+        -inf has lse -inf.
 
     Raises
     ------
@@ -267,12 +268,14 @@ def token_stats(
     backend = _backend or backend_for(logits)
     transforms = {"temperature": temperature, "scale": scale, "softcap": softcap, "bias": bias, "mask": mask}
     wanted = contract.check_want(want, ids, WANTED)
-    flags = Want("logprob" in wanted, "entropy" in wanted, "lse" in wanted)
+    flags = Want(*(name in wanted for name in WANTED))
     call = contract.check(backend, logits, ids, transforms, ignore_index, invalid_ids, flags, inplace_backward)
     contract.check_top_k(top_k, logits)
-    rank = backend.rank(call) if "rank" in wanted else None
     if top_k == 0:
-        return TokenStats(*(backend.statistics(call) if any(flags) else Statistics()), rank)
+        found = backend.statistics(call) if any(flags[:3]) else Statistics()
+        rank = backend.rank(call) if flags.rank and found.rank is None else found.rank
+        return TokenStats(*found[:3], rank)
+    rank = backend.rank(call) if flags.rank else None
     top_ids = backend.top_ids(call, top_k)
     xp = backend.namespace(logits)
     found = backend.statistics(_with_alternatives(xp, call, top_ids))
@@ -283,12 +286,12 @@ def token_stats(
 
 def _with_alternatives(xp: Any, call: Call, top_ids: Array) -> Call:
     """The call with the top ids beside its own, as more ids of the same positions."""
-    ids = xp.where(top_ids < 0, xp.full_like(top_ids, INVALID), top_ids)
+    ids = xp.where(top_ids < 0, INVALID, top_ids)
     if call.ids is not None:
         own = xp.astype(xp.reshape(call.ids, (*call.positions, call.many)), ids.dtype)
         ignored = xp.all(own == IGNORED, axis=-1)[..., None]
-        ids = xp.concat([own, xp.where(ignored, xp.full_like(ids, IGNORED), ids)], axis=-1)
-    return call._replace(ids=ids, want=call.want._replace(logprob=True))
+        ids = xp.concat([own, xp.where(ignored, IGNORED, ids)], axis=-1)
+    return call._replace(ids=ids, want=call.want._replace(logprob=True, rank=False))
 
 
 def kl_divergence(

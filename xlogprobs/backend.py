@@ -49,6 +49,8 @@ class Statistics(NamedTuple):
     entropy: Array | None = None
     """One per position."""
     lse: Array | None = None
+    rank: Array | None = None
+    """As `Backend.rank`; None also where a read of its own costs no more."""
 
 
 class Backend(Protocol):
@@ -104,10 +106,10 @@ def statistics_of_rows(
     summary = summarize(x, transforms, layout, prim, moment=want.entropy)
     logprob = entropy = lse = None
     if want.logprob and ids is not None:
-        at = points(x, xp.where(ids < 0, xp.zeros_like(ids), ids), transforms, prim)
+        at = points(x, xp.where(ids < 0, 0, ids), transforms, prim)
         logprob = finish(at, summary, transforms, layout.vocab, prim)
-        logprob = xp.where(ids == INVALID, xp.full_like(logprob, float("nan")), logprob)
-        logprob = xp.where(ids == IGNORED, xp.zeros_like(logprob), logprob)
+        logprob = xp.where(ids == INVALID, float("nan"), logprob)
+        logprob = xp.where(ids == IGNORED, 0, logprob)
     if want.entropy:
         entropy = _of_active(xp, ids, finish_entropy(summary, layout.vocab, prim))
     if want.lse:
@@ -141,27 +143,27 @@ def order_of_rows(x: Array, ids: Array | None, transforms: Rows, prim: Primitive
 def rank_of_rows(x: Array, ids: Array, transforms: Rows, prim: Primitives) -> Array:
     xp = prim.xp
     order, ordered = order_of_rows(x, ids, transforms, prim)
-    own = prim.take(xp, order, xp.where(ids < 0, xp.zeros_like(ids), ids))
+    own = prim.take(xp, order, xp.where(ids < 0, 0, ids))
     above = [xp.sum(xp.astype(order > own[:, k, None], xp.int32), axis=-1, dtype=xp.int32) for k in range(ids.shape[1])]
     if not above:
         return xp.zeros_like(ids)
     rank = 1 + xp.stack(above, axis=-1)
-    return xp.where(ordered[:, None] & (ids >= 0), rank, xp.zeros_like(rank))
+    return xp.where(ordered[:, None] & (ids >= 0), rank, 0)
 
 
 def top_ids_of_rows(x: Array, ids: Array | None, transforms: Rows, count: int, prim: Primitives) -> Array:
     xp = prim.xp
     order, ordered = order_of_rows(x, ids, transforms, prim)
-    order = xp.where(ordered[:, None], order, xp.zeros_like(order))
+    order = xp.where(ordered[:, None], order, 0)
     top = prim.top(xp, order, count)
-    return xp.where(ordered[:, None], top, xp.full_like(top, -1))
+    return xp.where(ordered[:, None], top, -1)
 
 
 def _of_active(xp: Any, ids: Array | None, values: Array) -> Array:
     """0 for a row all of whose ids are ignored."""
     if ids is None:
         return values
-    return xp.where(xp.any(ids != IGNORED, axis=-1), values, xp.zeros_like(values))
+    return xp.where(xp.any(ids != IGNORED, axis=-1), values, 0)
 
 
 class ArrayApiBackend:
@@ -230,8 +232,8 @@ class ArrayApiBackend:
         shapes = call.shape_of_ids, call.positions, call.positions
         return Statistics(
             *(
-                self._joined(call, [piece[n] for piece in pieces], shapes[n], dtype) if wanted else None
-                for n, wanted in enumerate(call.want)
+                self._joined(call, [piece[n] for piece in pieces], shape, dtype) if wanted else None
+                for n, (wanted, shape) in enumerate(zip(call.want, shapes, strict=False))
             )
         )
 

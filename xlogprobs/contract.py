@@ -42,6 +42,8 @@ class Want(NamedTuple):
     logprob: bool = True
     entropy: bool = False
     lse: bool = False
+    rank: bool = False
+    """Backends that have it from the same read give it with the others; the rest leave it to `Backend.rank`."""
 
 
 class Call(NamedTuple):
@@ -204,12 +206,14 @@ def encode(xp: Any, ids: Array, vocab: int, ignore_index: int | None) -> Array:
     if ids.dtype == object:
         return _encode_python(ids, vocab, ignore_index)
     signed = xp.astype(ids, _signed(xp, ids.dtype), copy=False)
+    valid = (signed >= 0) & (signed < (vocab if vocab < 1 << 31 else min(vocab, xp.iinfo(signed.dtype).max)))
+    code = xp.where(valid, signed, INVALID)
+    if ignore_index is None:
+        return code
     limits, held = xp.iinfo(signed.dtype), xp.iinfo(ids.dtype)
-    valid = (signed >= 0) & (signed < min(vocab, limits.max))
-    code = xp.where(valid, signed, xp.full_like(signed, INVALID))
-    if ignore_index is not None and held.min <= int(ignore_index) <= held.max:
+    if held.min <= int(ignore_index) <= held.max:
         wrapped = (int(ignore_index) - limits.min) % (1 << limits.bits) + limits.min
-        code = xp.where(signed == wrapped, xp.full_like(signed, IGNORED), code)
+        code = xp.where(signed == wrapped, IGNORED, code)
     return code
 
 

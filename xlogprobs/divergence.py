@@ -61,7 +61,7 @@ def block_cross(
 
 def _times(xp: Any, weight: Array, value: Array) -> Array:
     """``weight * value``, 0 where the weight is, whatever the value."""
-    return xp.where(weight == 0, xp.zeros_like(weight), weight * value)
+    return xp.where(weight == 0, 0, weight * value)
 
 
 def _merge(
@@ -100,9 +100,9 @@ def _finish(u: Any, summary: Summary, other: Summary, vocab: int, prim: Primitiv
         mean = accurate.divide(xp, u, (one_plus, low + summary.rest_low))
         high, low = accurate.subtract(xp, mean, accurate.subtract(xp, *logs))
         kl = high + low
-    kl = xp.where(kl < 0, xp.zeros_like(kl), kl)
+    kl = xp.where(kl < 0, 0, kl)
     known = has_distribution(xp, summary) & has_distribution(xp, other)
-    return xp.where(known, kl, xp.full_like(kl, float("nan")))
+    return xp.where(known, kl, float("nan"))
 
 
 def kl_gradient(
@@ -133,4 +133,4 @@ def kl_gradient(
 def _through(share: Array, v: Array, by: Numbers, prim: Primitives) -> Array:
     factor = slope(prim, prim.widen(prim.xp, v), by)
     share = share if factor is None else share * factor
-    return prim.xp.where(v == -float("inf"), prim.xp.zeros_like(share), share)
+    return prim.xp.where(v == -float("inf"), 0, share)

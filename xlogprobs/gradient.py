@@ -60,17 +60,17 @@ def gradient(
     row = _share(value_of(prim, x, mask, by), bias, by, weigh, summary, prim)
     active = None if ids is None else xp.any(ids != IGNORED, axis=-1)[:, None]
     if active is not None:
-        row = xp.where(active, row, xp.zeros_like(row))
+        row = xp.where(active, row, 0)
     if ids is None or weigh.scored is None:
         return RowGradient(row, None, None)
-    columns = xp.where(ids < 0, xp.zeros_like(ids), ids)
+    columns = xp.where(ids < 0, 0, ids)
     entries, kept, biases = (None if array is None else prim.take(xp, array, columns) for array in (x, mask, bias))
     # an ignored id stands on column 0 and takes no share there: it sets column 0 to its own right value
     same = (columns[:, :, None] == ids[:, None, :]) | (ids == INVALID)[:, None, :]
     scored = weigh.scored[:, None, :]
-    own = xp.sum(xp.where(same, scored, xp.zeros_like(scored)), axis=-1)
+    own = xp.sum(xp.where(same, scored, 0), axis=-1)
     at_columns = _share(value_of(prim, entries, kept, by), biases, by, weigh, summary, prim, own)
-    return RowGradient(row, columns, xp.where(active, at_columns, xp.zeros_like(at_columns)))
+    return RowGradient(row, columns, xp.where(active, at_columns, 0))
 
 
 def weights(ids: Array | None, upstream: Upstream, summary: Summary, prim: Primitives) -> Weights:
@@ -115,10 +115,10 @@ def _share(
     gone = (v == -float("inf")) & (summary.max != -float("inf"))[:, None]
     if own is None and by.inner is None:
         return share  # e^-inf is 0 already
-    return xp.where(gone, xp.zeros_like(share), share)
+    return xp.where(gone, 0, share)
 
 
 def inverse(xp: Any, summary: Summary) -> Array:
     """1 / (1 + r), NaN for a row without a distribution."""
     found: Any = xp.astype(1.0 / (1.0 + summary.rest), summary.max.dtype)
-    return xp.where(has_distribution(xp, summary), found, xp.full_like(found, float("nan")))
+    return xp.where(has_distribution(xp, summary), found, float("nan"))

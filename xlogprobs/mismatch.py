@@ -134,7 +134,7 @@ def _statistics(xp: Any, logprobs: Array, ref_logprobs: Array, mask: Array, clip
     def total(values: Array) -> Array:
         return xp.sum(xp.where(mask, values, zero))
 
-    held = xp.where(mask, d, xp.full_like(d, -float("inf")))
+    held = xp.where(mask, d, -float("inf"))
     weight = xp.exp(held - _largest(xp, held))  # w but for a factor, within the range of the type
     ess = xp.sum(weight) ** 2 / xp.sum(weight**2)
     clipped = None
@@ -157,7 +157,7 @@ def _statistics(xp: Any, logprobs: Array, ref_logprobs: Array, mask: Array, clip
 def _k3(xp: Any, d: Array, excess: Array) -> Array:
     """``e^d - 1 - d``; by its series ``d^2 / 2 (1 + d / 3 (1 + d / 4 (...)))`` where the difference would cancel."""
     small = xp.abs(d) < 1
-    near = xp.where(small, d, xp.zeros_like(d))
+    near = xp.where(small, d, 0)
     series = xp.ones_like(d)
     for n in range(TERMS, 2, -1):
         series = 1 + near / n * series

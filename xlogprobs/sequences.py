@@ -234,7 +234,7 @@ def _moved(code: Array, owner: Backend, to: Backend, like: Array) -> Array:
 def _encode(xp: Any, ids: Array, vocab: int, ignore_index: int | None) -> Array:
     code = contract.encode(xp, ids, vocab, ignore_index)
     first = xp.arange(code.shape[-1], device=device_of(code)) == 0
-    return xp.where(first, xp.full_like(code, IGNORED), code)
+    return xp.where(first, IGNORED, code)
 
 
 def _code_of_mask(xp: Any, mask: Array) -> Array:
@@ -250,7 +250,7 @@ def _code_of_boundaries(xp: Any, boundaries: Array, count: int) -> Array:
     number = xp.searchsorted(boundaries, position, side="right")
     code = _code(xp, number == xp.roll(number, 1, axis=-1))
     valid = (boundaries[0] == 0) & (boundaries[-1] == count) & xp.all(boundaries[1:] >= boundaries[:-1])
-    return xp.where(valid, code, xp.full_like(code, INVALID))
+    return xp.where(valid, code, INVALID)
 
 
 def _code(xp: Any, continues: Array) -> Array:

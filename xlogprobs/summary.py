@@ -119,7 +119,7 @@ def block_terms(
 
 def held(xp: Any, s: Array) -> Array:
     """s where e^s is not 0, and some finite number where it is: their product is 0 there, and not NaN."""
-    return xp.where(s < LEAST, xp.full_like(s, LEAST), s)
+    return xp.where(s < LEAST, LEAST, s)
 
 
 def device_of(x: Array) -> Any:
@@ -195,7 +195,7 @@ def summarize_blocks(x: Array, blocks: Blocks, transforms: Rows, layout: Layout,
     largest = xp.max(blocks.key, axis=-1)
     # of the blocks relative to the row's maximum, the largest; if its sum is below 2, it is one that holds the maximum
     # or the sums of the others, too, are 1 or more
-    candidates = xp.where(blocks.key == largest[:, None], blocks.total, xp.full_like(blocks.total, -1.0))
+    candidates = xp.where(blocks.key == largest[:, None], blocks.total, -1.0)
     best, most = xp.argmax(candidates, axis=-1), xp.max(candidates, axis=-1)
     top = Point(largest)
     if blocks.reference.bias is not None:
@@ -286,7 +286,7 @@ def _without_maximum(whole: tuple[Any, ...], rowwise: tuple[Any, ...], layout: L
     row, mask_row, bias_row, best, top, top_bias, *rest = rowwise
     by = Numbers(*rest).map(lambda number: number[:, None])
     start = best * layout.width
-    first = xp.where(start > layout.vocab - layout.width, xp.full_like(start, layout.vocab - layout.width), start)
+    first = xp.where(start > layout.vocab - layout.width, layout.vocab - layout.width, start)
     values, kept, biases = (
         None if array is None else prim.window(xp, array, rows, first, layout.width)
         for array, rows in ((x, row), (mask, mask_row), (bias, bias_row))
@@ -312,7 +312,7 @@ def _merge_blocks(blocks: Blocks, best: Array, top: Point, rest: Array, transfor
         wide = xp.float64
         weight, total = xp.exp(apart), xp.astype(total, wide)
         terms = weight * total
-        r = xp.sum(xp.where(others, terms, xp.zeros_like(terms)), axis=-1) + xp.astype(rest, wide)
+        r = xp.sum(xp.where(others, terms, 0), axis=-1) + xp.astype(rest, wide)
         t = None
         if second is not None:
             t = xp.sum(weight * (xp.astype(second, wide) + held(xp, apart) * total), axis=-1)
@@ -341,8 +341,8 @@ def finish(at: Point, summary: Summary, transforms: Rows, vocab: int, prim: Prim
         log_high, log_low = accurate.log1p(xp, (summary.rest, summary.rest_low), vocab)
         logprob = _rounded_difference(xp, apart, (log_high[:, None], log_low[:, None]))
     # nothing exceeds the maximum, though the order of biased entries is that of rounded keys
-    logprob = xp.where(logprob > 0, xp.zeros_like(logprob), logprob)
-    return xp.where(has_distribution(xp, summary)[:, None], logprob, xp.full_like(logprob, float("nan")))
+    logprob = xp.where(logprob > 0, 0, logprob)
+    return xp.where(has_distribution(xp, summary)[:, None], logprob, float("nan"))
 
 
 def finish_lse(summary: Summary, transforms: Rows, vocab: int, prim: Primitives) -> Array:
@@ -355,8 +355,8 @@ def finish_lse(summary: Summary, transforms: Rows, vocab: int, prim: Primitives)
         log_high, log_low = accurate.log1p(xp, (summary.rest, summary.rest_low), vocab)
         lse = _rounded_difference(xp, (top[0][:, 0], top[1][:, 0]), (-log_high, -log_low))
     z = top[:, 0] if prim.has_float64 else top[0][:, 0]
-    lse = xp.where(has_distribution(xp, summary), lse, xp.full_like(lse, float("nan")))
-    return xp.where(z == -float("inf"), xp.full_like(lse, -float("inf")), lse)
+    lse = xp.where(has_distribution(xp, summary), lse, float("nan"))
+    return xp.where(z == -float("inf"), -float("inf"), lse)
 
 
 def finish_entropy(summary: Summary, vocab: int, prim: Primitives) -> Array:
@@ -369,7 +369,7 @@ def finish_entropy(summary: Summary, vocab: int, prim: Primitives) -> Array:
         entropy = log_high + (log_low - summary.moment / (1 + summary.rest))
     limit = xp.full_like(entropy, math.log(vocab))
     entropy = xp.where(entropy > limit, limit, entropy)
-    return xp.where(has_distribution(xp, summary), entropy, xp.full_like(entropy, float("nan")))
+    return xp.where(has_distribution(xp, summary), entropy, float("nan"))
 
 
 def _rounded_difference(xp: Any, a: accurate.Pair, b: accurate.Pair) -> Array:
@@ -387,6 +387,4 @@ def has_distribution(xp: Any, summary: Summary) -> Array:
 
 def finite(xp: Any, point: Point) -> Point:
     """0 in place of -inf, for a block without a finite entry: its terms are then e^-inf = 0 and not NaN."""
-    return Point(
-        *(None if part is None else xp.where(part == -float("inf"), xp.zeros_like(part), part) for part in point)
-    )
+    return Point(*(None if part is None else xp.where(part == -float("inf"), 0, part) for part in point))

@@ -70,6 +70,8 @@ class Rows(NamedTuple):
 
     def of(self, part: slice) -> "Rows":
         """Those of some of the rows."""
+        if self is PLAIN:
+            return self
         return Rows(*(_part(field, part) for field in self))
 
     def over_vocabulary(self, xp: Any, rows: int) -> tuple[Array | None, Array | None]:
@@ -156,7 +158,7 @@ def _quotient(xp: Any, a: Pair, b: Pair) -> Pair:
         (_smallest(xp, high), high < _smallest(xp, high)),
         (float(xp.finfo(high.dtype).max), xp.isinf(high)),
     ):
-        high, low = xp.where(beyond, xp.full_like(high, limit), high), xp.where(beyond, xp.zeros_like(low), low)
+        high, low = xp.where(beyond, limit, high), xp.where(beyond, 0, low)
     return high, low
 
 
@@ -183,7 +185,7 @@ def number_pair(xp: Any, name: str, number: Any, rows: int, like: Array) -> Pair
     valid = contract.is_valid(name, values, dtype != xp.float64)
     high = xp.astype(values, dtype)
     low = xp.astype(values - xp.astype(high, values.dtype), dtype) if values.dtype == xp.float64 else high * 0
-    return xp.where(valid, high, xp.full_like(high, float("nan"))), low
+    return xp.where(valid, high, float("nan")), low
 
 
 def over_vocabulary(xp: Any, array: Array, shape: tuple[int, ...], move: Callable[[Any], Array]) -> Shared:
@@ -217,7 +219,7 @@ def value_of(prim: "Primitives", x: Array, mask: Array | None, by: Numbers) -> A
     v = prim.widen(xp, x)
     if by.sign is not None:
         v = xp.where(xp.isinf(v), v, v * by.sign)
-    return v if mask is None else xp.where(mask, v, xp.full_like(v, -float("inf")))
+    return v if mask is None else xp.where(mask, v, xp.full_like(v, -float("inf")))  # v may be of half precision
 
 
 def key(prim: "Primitives", at: Point, by: Numbers) -> Array:
@@ -288,7 +290,7 @@ def wide_level(prim: "Primitives", at: Point, transforms: Rows) -> Any:
     if transforms.inner is not None:
         high, low = accurate.tanh(xp, accurate.divide(xp, pair, _columns(transforms.inner)), prim.repeat)
         gone = at.value == -float("inf")
-        pair = xp.where(gone, at.value, high), xp.where(gone, xp.zeros_like(low), low)
+        pair = xp.where(gone, at.value, high), xp.where(gone, 0, low)
     if at.bias is not None:
         bias = -at.bias, xp.zeros_like(at.bias)
         if transforms.unit is not None:

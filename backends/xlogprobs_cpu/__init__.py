@@ -68,6 +68,8 @@ class Summary(NamedTuple):
     bias_at_max: Array | None
     rest: Array
     t: Array | None
+    above: Array | None = None
+    """As from `count_greater`."""
 
 
 def available() -> bool:
@@ -79,7 +81,13 @@ def available() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
-def summarize(x: Array, transforms: RowTransforms = PLAIN, want_t: bool = False, threads: int | None = None) -> Summary:
+def summarize(
+    x: Array,
+    transforms: RowTransforms = PLAIN,
+    want_t: bool = False,
+    threads: int | None = None,
+    columns: Array | None = None,
+) -> Summary:
     """Summary of each row of ``x``: one read, and a row's bits depend on the row alone.
 
     Arguments:
@@ -87,9 +95,10 @@ def summarize(x: Array, transforms: RowTransforms = PLAIN, want_t: bool = False,
         transforms: of the N rows.
         want_t: also sum e^s s.
         threads: at most so many; None for `num_threads`.
+        columns: (N, K) integers, to count in the same read what stands above them.
 
     Returns:
-        max (N,) float32, float64 of float64; bias_at_max, rest and t (N,) float64.
+        max (N,) float32, float64 of float64; bias_at_max, rest and t (N,) float64; above (N, K) int64.
 
     Raises:
         TypeError: another dtype.
@@ -105,16 +114,18 @@ def summarize(x: Array, transforms: RowTransforms = PLAIN, want_t: bool = False,
     top = np.empty(rows, call.arithmetic)
     bias_at_max = None if transforms.bias is None else np.empty(rows)
     rest, t = np.empty(rows), np.empty(rows) if want_t else None
+    columns = _own(columns, np.int64)
+    above = None if columns is None else np.empty(columns.shape, np.int64)
 
     def run(first: int, stop: int) -> None:
         logits, bias, bias_row, mask, mask_row, _alive = call.piece(first, stop)
         kernels.summarize(
             (first, stop, call.vocab), logits, call.temperature, call.sign, call.inner, bias, bias_row, call.bias_unit,
-            mask, mask_row, top, bias_at_max, rest, t,
+            mask, mask_row, columns, top, bias_at_max, rest, t, above,
         )  # fmt: skip
 
     over_rows(run, rows, call.vocab, threads)
-    return Summary(top, bias_at_max, rest, t)
+    return Summary(top, bias_at_max, rest, t, above)
 
 
 def gradient(
@@ -152,7 +163,7 @@ def gradient(
     call = _Call(x, transforms)
     ids, upstream = _own(ids, np.int64), _own(upstream, np.float64)
     alpha, beta = _own(alpha, np.float64), _own(beta, np.float64)
-    top, bias_at_max, rest = (_own(a, None) for a in summary[:3])
+    top, bias_at_max, rest = (_own(a, None) for a in (summary.max, summary.bias_at_max, summary.rest))
     in_place = _address(out) == _address(x) and out.strides == x.strides
     direct = _is_plain(out) and (not in_place or call.plain)
 

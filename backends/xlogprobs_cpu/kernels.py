@@ -527,9 +527,25 @@ def cap_of(top: Any, inner: Any, n: Any) -> Any:
 
 @compiled()
 def summarize(
-    part, x, temperature, sign, inner, bias, bias_row, bias_unit, mask, mask_row, tops, bias_tops, rests, moments
+    part,
+    x,
+    temperature,
+    sign,
+    inner,
+    bias,
+    bias_row,
+    bias_unit,
+    mask,
+    mask_row,
+    ids,
+    tops,
+    bias_tops,
+    rests,
+    moments,
+    counts,
 ):
-    """Summary of the rows ``part`` (first, stop, V) into ``tops``, ``bias_tops``, ``rests`` and ``moments``."""
+    """Summary of the rows ``part`` (first, stop, V) into ``tops``, ``bias_tops``, ``rests`` and ``moments``; unless
+    ``ids`` is None, also `count_greater` into ``counts``."""
     first, stop, vocab = part
     spread = of_distance(temperature, inner, bias)
     for n in range(first, stop):
@@ -544,12 +560,21 @@ def summarize(
         tempered = 1.0 / value_at(spread, n, 1.0)
         others, best, moment, leader = 0.0, 0.0, 0.0, NONE
         bar = key(lowest(top, added))
+        ordered = cap_of(0.0, inner, n)
+        if ids is not None:
+            for k in range(ids.shape[1]):
+                counts[n, k] = 0
         for begin in range(0, vocab, BLOCK):
             block, keep = columns(logits, begin, begin + BLOCK), columns(kept, begin, begin + BLOCK)
             biases = columns(added, begin, begin + BLOCK)
             most, total, product = block_sums(
                 block, side, keep, biases, unit, top, bias_top, cap, inverse, scale, spread, moments
             )
+            if ids is not None:
+                for k in range(ids.shape[1]):
+                    if ids[n, k] >= 0:
+                        mark = height(logits, ids[n, k], side, kept, added, unit, ordered)
+                        counts[n, k] += above(mark, block, side, keep, biases, unit, ordered)[0]
             if most <= bar:
                 others, moment = others + total, moment + product
                 continue
@@ -596,6 +621,9 @@ def summarize(
             bias_tops[n] = bias_top
         if moments is not None:
             moments[n] = moment
+        if ids is not None and not abs(tops[n]) < inf:
+            for k in range(ids.shape[1]):
+                counts[n, k] = counts[n, k] if ids[n, k] < 0 else -1
 
 
 @by_type

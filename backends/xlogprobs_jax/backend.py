@@ -53,9 +53,9 @@ def _statistics(want: Want, positive: bool, logits: Any, ids: Any, given: Transf
     shapes = (None if ids is None else ids.shape, positions, positions)
     if rows == 0 or (ids is not None and ids.size == 0):
         zeros = partial(jnp.zeros, dtype=arithmetic(jnp, logits))
-        return Statistics(*(zeros(shape) if wanted else None for wanted, shape in zip(want, shapes, strict=True)))
+        return Statistics(*(zeros(shape) if wanted else None for wanted, shape in zip(want, shapes, strict=False)))
     x, flat, transforms = _rows(logits, ids, given, positive)
-    found: Any = rows_with_derivative(want, x, transforms, flat)[: len(want)]
+    found: Any = rows_with_derivative(want, x, transforms, flat)[: len(shapes)]
     return Statistics(
         *(
             None if array is None else jnp.reshape(array[:rows], shape)
@@ -134,7 +134,7 @@ class JaxBackend(ArrayApiBackend):
     def statistics(self, call: Call) -> Statistics:
         if (in_memory := self._in_memory(call)) is not None:
             return Statistics(*(self._like(call, each) for each in core.statistics_of_call(in_memory)))
-        found: Statistics = _statistics(call.want, *self._arguments(call))
+        found: Statistics = _statistics(call.want._replace(rank=False), *self._arguments(call))
         return found
 
     def rank(self, call: Call) -> Any:

@@ -54,7 +54,7 @@ def rows_with_derivative(want: Want, x: Any, transforms: Rows, ids: Any) -> Foun
     prim = primitives(x)
     found, summary = statistics_of_rows(x, ids, transforms, layout(x.shape[1]), prim, want)
     mean = summary.moment / (1 + summary.rest) if want.entropy else None
-    return Found(*found, inverse(jnp, summary), mean, summary.point)
+    return Found(*found[:3], inverse(jnp, summary), mean, summary.point)
 
 
 @partial(rows_with_derivative.defjvp, symbolic_zeros=True)

@@ -24,6 +24,7 @@ import array_api_compat.torch as xp  # isort: skip
 
 ALIGNMENT = 64  # bytes, torch's own
 
+T = torch.Tensor
 Maybe = torch.Tensor | None
 
 
@@ -39,8 +40,18 @@ def statistics(
         transforms = Transforms(*given)
         if is_forward_over_forward():
             return derivatives.statistics(logits, ids, transforms, want)
-        found = _Boundary.apply(logits, ids, *transforms, want, in_place)  # type: ignore[no-untyped-call]
-    return Statistics(*(each if wanted else None for each, wanted in zip(found[:3], want, strict=True)))
+        if _is_differentiated(logits, transforms.temperature):
+            found = _Boundary.apply(logits, ids, *transforms, want, in_place)  # type: ignore[no-untyped-call]
+        else:
+            found = _forward(logits, ids, transforms, want)
+    return Statistics(*(each if wanted else None for each, wanted in zip(found[:4], want, strict=True)))
+
+
+def _is_differentiated(*tensors: Any) -> bool:
+    """Whether anything follows what happens to one of them."""
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def refuse_temperature_gradient(temperature: Any) -> None:
@@ -102,46 +113,56 @@ def _overlaps(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _outputs(logits: torch.Tensor, ids: Maybe, bias: Maybe, want: Want) -> tuple[torch.Tensor, ...]:
-    """Memory for the statistics, and for the rows' summaries: maximum, its bias, rest and moment. Empty for those that
-    are not asked for."""
+def _forms(logits: torch.Tensor, ids: Maybe, bias: Maybe, want: Want) -> list[tuple[Any, torch.dtype]]:
+    """Shapes and dtypes of the statistics, and of the rows' summaries: maximum, its bias, rest and moment. Empty for
+    those that are not asked for."""
     arithmetic = torch.float64 if logits.dtype == torch.float64 else torch.float32
     wide = torch.float64 if compiled.has_float64(logits.device) else torch.float32
     positions = logits.shape[:-1]
-    return tuple(
-        logits.new_empty(shape if shape is not None else (0,), dtype=dtype)
-        for shape, dtype in (
-            (ids.shape if want.logprob and ids is not None else None, arithmetic),
-            (positions if want.entropy else None, arithmetic),
-            (positions if want.lse else None, arithmetic),
-            (positions, arithmetic),
-            (None if bias is None else positions, arithmetic),
-            (positions, wide),
-            (positions if want.entropy else None, wide),
-        )
-    )
+    return [
+        (ids.shape if want.logprob and ids is not None else (0,), arithmetic),
+        (positions if want.entropy else (0,), arithmetic),
+        (positions if want.lse else (0,), arithmetic),
+        (ids.shape if want.rank and ids is not None else (0,), torch.int64),
+        (positions, arithmetic),
+        ((0,) if bias is None else positions, arithmetic),
+        (positions, wide),
+        (positions if want.entropy else (0,), wide),
+    ]
+
+
+def _outputs(logits: torch.Tensor, ids: Maybe, bias: Maybe, want: Want) -> tuple[torch.Tensor, ...]:
+    """Memory for them."""
+    return tuple(logits.new_empty(shape, dtype=dtype) for shape, dtype in _forms(logits, ids, bias, want))
 
 
 def _forward(logits: torch.Tensor, ids: Maybe, transforms: Transforms, want: Want) -> tuple[torch.Tensor, ...]:
-    """The statistics and the summaries, for the backward pass, of `_outputs`."""
+    """The statistics and the summaries, for the backward pass, of `_forms`."""
     with normalised(logits):
         rows, vocab, many = _sizes(logits, ids)
+        flat_ids = _flat(ids, rows, many)
+        if kernels.serves(logits) and (ids is None or many):
+            views, of_rows = _row_views(normal(logits), vocab), kernels.rows_of(logits, transforms)
+            given = kernels.forward(views, flat_ids, of_rows, want)
+            forms = _forms(logits, ids, transforms.bias, want)
+            return tuple(
+                logits.new_empty(shape, dtype=dtype) if found is None else found.view(shape)
+                for found, (shape, dtype) in zip(given, forms, strict=True)
+            )
         outputs = _outputs(logits, ids, transforms.bias, want)
         if ids is not None and not many:
             return tuple(output.zero_() for output in outputs)
-        flat = [outputs[0].view(rows, many) if want.logprob else outputs[0], *(each.view(-1) for each in outputs[1:])]
-        flat_ids = _flat(ids, rows, many)
-        if kernels.serves(logits):
-            views, of_rows = _row_views(normal(logits), vocab), kernels.rows_of(logits, transforms)
-            kernels.forward(views, flat_ids, of_rows, want, flat)
-            return outputs
+        by_id = {n for n in (0, 3) if want[n]}
+        flat = [each.view(rows, many) if n in by_id else each.view(-1) for n, each in enumerate(outputs)]
         whole = rows_of(logits, transforms)
         for x, where, _ in _pieces(logits, vocab):
-            part = part_of(whole, where)
-            if flat_ids is not None and _fused(x, part, want):
-                flat[0][where] = npu.fused_logprobs(x, plain(flat_ids[where]), part.temperature)
+            part, own = part_of(whole, where), _piece(flat_ids, where)
+            if own is not None and want.rank:
+                flat[3][where] = compiled.rank(x, own, part)
+            if own is not None and _fused(x, part, want):
+                flat[0][where] = npu.fused_logprobs(x, own, part.temperature)
                 continue  # the operator gives no summary; the backward pass makes its own
-            for output, found in zip(flat, compiled.forward(x, _piece(flat_ids, where), part, want), strict=True):
+            for output, found in zip(flat, compiled.forward(x, own, part, want._replace(rank=False)), strict=True):
                 if found is not None:
                     output[where] = found
         return outputs
@@ -254,16 +275,16 @@ class _Boundary(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         *tensors, want, ctx.in_place = inputs
         ctx.want = Want(*want)
-        unwanted = [each for each, wanted in zip(output[:3], ctx.want, strict=True) if not wanted]
+        unwanted = [each for each, wanted in zip(output[:3], ctx.want, strict=False) if not wanted]
         ctx.mark_non_differentiable(*unwanted, *output[3:])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *output[3:])
-        ctx.save_for_forward(*tensors, *output[3:])
+        ctx.save_for_backward(*tensors, *output[4:])
+        ctx.save_for_forward(*tensors, *output[4:])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Maybe) -> Any:
         of_logits, of_temperature = None, None
-        upstream = Upstream(*(g if wanted else None for g, wanted in zip(gradients[:3], ctx.want, strict=True)))
+        upstream = Upstream(*(g if wanted else None for g, wanted in zip(gradients[:3], ctx.want, strict=False)))
         given = [each for each in upstream if each is not None]
         if given:
             logits, ids, transforms, summary = _unpacked(ctx.saved_tensors)
@@ -287,7 +308,7 @@ class _Boundary(torch.autograd.Function):
     def jvp(ctx: Any, logits_tangent: Maybe, _: None, temperature_tangent: Maybe, *__: None) -> Any:
         logits, ids, transforms, _summary = _unpacked(ctx.saved_tensors)
         changes = derivatives.tangent(logits, ids, transforms, ctx.want, logits_tangent, temperature_tangent)
-        return *changes, None, None, None, None
+        return *changes, *(None,) * 5
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
@@ -339,7 +360,7 @@ def _first(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
 
 
 # Graphs that a user's compiler has cached on disk hold the shapes of these results: if they change, so must the name.
-@torch.library.custom_op("xlogprobs::statistics", mutates_args=())
+@torch.library.custom_op("xlogprobs::token_stats", mutates_args=())
 def _operator(
     logits: torch.Tensor,
     ids: torch.Tensor | None,
@@ -351,18 +372,19 @@ def _operator(
     logprob: bool,
     entropy: bool,
     lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    rank: bool,
+) -> tuple[T, T, T, T, T, T, T, T]:
     transforms = Transforms(temperature, scale, softcap, bias, mask)
-    return _forward(logits, ids, transforms, Want(logprob, entropy, lse))  # type: ignore[return-value]
+    return _forward(logits, ids, transforms, Want(logprob, entropy, lse, rank))  # type: ignore[return-value]
 
 
 @_operator.register_fake
 def _(logits: torch.Tensor, ids: Maybe, *rest: Any) -> tuple[torch.Tensor, ...]:
-    *_, bias, _mask, logprob, entropy, lse = rest
-    return _outputs(logits, ids, bias, Want(logprob, entropy, lse))
+    *_, bias, _mask, logprob, entropy, lse, rank = rest
+    return _outputs(logits, ids, bias, Want(logprob, entropy, lse, rank))
 
 
-@torch.library.custom_op("xlogprobs::statistics_backward", mutates_args=())
+@torch.library.custom_op("xlogprobs::token_stats_backward", mutates_args=())
 def _backward_operator(
     of_logprob: torch.Tensor | None,
     of_entropy: torch.Tensor | None,
@@ -389,14 +411,14 @@ def _(_: Maybe, __: Maybe, ___: Maybe, logits: torch.Tensor, *____: Any) -> torc
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     ctx.want = inputs[7:]
-    ctx.save_for_backward(*inputs[:7], *output[3:])
+    ctx.save_for_backward(*inputs[:7], *output[4:])
 
 
 def _operator_backward(ctx: Any, *gradients: Maybe) -> Any:
     logits, ids, transforms, summary = _unpacked(ctx.saved_tensors)
-    upstream = [g if wanted else None for g, wanted in zip(gradients[:3], ctx.want, strict=True)]
+    upstream = [g if wanted else None for g, wanted in zip(gradients[:3], ctx.want, strict=False)]
     result = _backward_operator(*upstream, logits, ids, *transforms, list(summary), list(ctx.want))
-    return result, *(None,) * 9
+    return result, *(None,) * 10
 
 
 _operator.register_autograd(_operator_backward, setup_context=_save)

@@ -19,18 +19,19 @@ def serves(logits: torch.Tensor) -> bool:
     return logits.device.type == "cpu" and core.serves() and not logits.is_neg()  # NumPy has no lazy negation
 
 
-def forward(
-    views: Iterator[torch.Tensor], ids: Maybe, transforms: Rows, want: Want, outputs: list[torch.Tensor]
-) -> None:
-    """Fills the statistics and summaries ``outputs`` of rows, those of ``views`` (N, V) one after the other."""
+def forward(views: Iterator[torch.Tensor], ids: Maybe, transforms: Rows, want: Want) -> list[Maybe]:
+    """Statistics and summaries (maximum, its bias, rest, moment) of rows, those of ``views`` (N, V) one after the
+    other; None for what is not asked for."""
+    parts: list[tuple[Any, ...]] = []
     for x, where in _placed(views):
         found, summary = core.statistics(
             shared(x), _part(ids, where), transforms.of(where), want, torch.get_num_threads()
         )
-        values = *found, summary.max, summary.bias, summary.rest, summary.moment
-        for output, value in zip(outputs, values, strict=True):
-            if value is not None:
-                output[where] = torch.from_numpy(value)
+        parts.append((*found, summary.max, summary.bias, summary.rest, summary.moment))
+    return [
+        None if arrays[0] is None else torch.from_numpy(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+        for arrays in zip(*parts, strict=True)
+    ]
 
 
 def backward(
