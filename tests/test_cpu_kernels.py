@@ -2,10 +2,13 @@
 
 import multiprocessing
 import os
+import platform
+import re
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,8 +18,10 @@ import pytest
 
 pytest.importorskip("numba", reason="numba is not installed")
 
+import llvmlite.binding
+import numba
 import xlogprobs_cpu
-from xlogprobs_cpu import RowTransforms, count_greater, gradient, rows, summarize
+from xlogprobs_cpu import RowTransforms, count_greater, gradient, kernels, rows, summarize
 
 from xlogprobs.parity import bound, gradient_bound
 
@@ -339,6 +344,25 @@ def test_bits_of_a_row_depend_on_the_row_alone(kind):
             assert found == whole[part.start * row : part.stop * row]
 
 
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="reads the assembly of x86-64")
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("name", ["summarize", "gradient", "gradient in place"])
+def test_the_polynomial_runs_in_the_widest_vectors(name, dtype, monkeypatch):
+    function, *in_place = name.split(maxsplit=1)
+    compiled = numba.njit(nogil=True, error_model="numpy")(getattr(kernels, function).py_func)
+    monkeypatch.setattr(kernels, function, compiled)
+    x = logits_of(ROWS, 300, dtype)
+    summary = summarize(x)
+    if function == "gradient":
+        out = x if in_place else np.empty_like(x)
+        gradient(x, np.zeros((ROWS, 1), int), np.ones((ROWS, 1)), summary, NO_TRANSFORMS, -np.ones(ROWS), None, out)
+    features = llvmlite.binding.get_host_cpu_features()
+    register = "zmm" if features.get("avx512f") else "ymm" if features.get("avx2") else "xmm"
+    (assembly,) = compiled.inspect_asm().values()
+    multiplied = [line for line in assembly.splitlines() if re.search(r"\b(v?mulps|vfmadd\d+ps)\b", line)]
+    assert sum(f"%{register}" in line for line in multiplied) >= 6, multiplied
+
+
 def test_a_strided_output_is_written_where_it_lies():
     x = logits_of(5, 800)
     ids, summary = np.zeros((5, 1), int), summarize(x)
@@ -433,13 +457,15 @@ def test_a_child_process_calls(method):
 
 def test_an_interrupt_stops_every_thread_and_leaves_a_clean_state(monkeypatch):
     monkeypatch.setattr(rows, "PIECE", 1 << 14)
-    running, seen = [], []
+    running, interrupted = [], threading.Event()
 
     def run(first, stop):
         running.append(first)
         if threading.current_thread() is threading.main_thread():
+            interrupted.set()
             raise KeyboardInterrupt
-        seen.append(first)
+        assert interrupted.wait(60)
+        time.sleep(0.01)
 
     with pytest.raises(KeyboardInterrupt):
         rows.over_rows(run, 64, 1 << 14, 2)

@@ -26,9 +26,11 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 BLOCK = 1024  # columns of a block
+AHEAD = 1024  # bytes between where a row is read and where it is asked for
 NONE = -1  # no such column
 IGNORED, INVALID = -1, -2  # as in xlogprobs.contract
 
@@ -86,6 +88,34 @@ def _pointer(context: Any, address: Any, kind: Any) -> Any:
 def elements(address, count, kind):
     """``count`` neighbours in memory, of the type of the scalar ``kind``."""
     return carray(_pointer(address, kind), (count,))
+
+
+@intrinsic
+def prefetch(context: Any, address: Any) -> Any:
+    """Ask for the 64 bytes at ``address``, which need not be anybody's memory."""
+    pointer = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, WORD, WORD, WORD])
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        to_read, keep, data = WORD(0), WORD(3), WORD(1)
+        builder.call(function, [builder.inttoptr(arguments[0], pointer), to_read, keep, data])
+        return target.get_dummy_value()
+
+    return types.void(address), generate
+
+
+@intrinsic
+def prefer_wide_vectors(context: Any) -> Any:
+    """Let the function that calls it use registers of 512 bits where there are some: for most processors of Intel, LLVM
+    stays at 256, a rule for code that is now and then a vector. (llvmlite knows no such attribute: hence ``set.add``.)
+    """
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+        return target.get_dummy_value()
+
+    return types.void(), generate
 
 
 @intrinsic
@@ -425,6 +455,7 @@ def add(a, b):
 @called
 def block_sums(x, sign, mask, bias, unit, top, bias_top, cap, inverse, scale, spread, moment):
     """The `key` of the block's largest, its sum of e^s and, unless ``moment`` is None, that of e^s s."""
+    prefer_wide_vectors()
     total, product = same(0.0, top), same(0.0, top)
     most = key(lowest(top, bias))
     for j in range(x.size):
@@ -441,6 +472,7 @@ def block_sums(x, sign, mask, bias, unit, top, bias_top, cap, inverse, scale, sp
 @called
 def place(most, x, sign, mask, bias, unit, top, bias_top, cap, inverse):
     """The first column whose `key` is ``most``."""
+    prefer_wide_vectors()
     found = x.size
     for j in range(x.size):
         _, z, _ = distance(entry(x, j, sign, mask), offset_at(bias, j), top, bias_top, cap, unit, inverse)
@@ -492,6 +524,13 @@ def leader_of(
 
 
 # -- rows
+
+
+@inlined
+def ask_for(block, address):
+    """`prefetch` as many bytes as ``block`` has: the processor itself looks less far ahead than a block lasts."""
+    for byte in range(0, block.size * block.itemsize, 64):
+        prefetch(address + byte)
 
 
 @by_type
@@ -546,6 +585,7 @@ def summarize(
 ):
     """Summary of the rows ``part`` (first, stop, V) into ``tops``, ``bias_tops``, ``rests`` and ``moments``; unless
     ``ids`` is None, also `count_greater` into ``counts``."""
+    prefer_wide_vectors()
     first, stop, vocab = part
     spread = of_distance(temperature, inner, bias)
     for n in range(first, stop):
@@ -567,6 +607,7 @@ def summarize(
         for begin in range(0, vocab, BLOCK):
             block, keep = columns(logits, begin, begin + BLOCK), columns(kept, begin, begin + BLOCK)
             biases = columns(added, begin, begin + BLOCK)
+            ask_for(block, x[0] + n * x[1] + begin * block.itemsize + AHEAD)
             most, total, product = block_sums(
                 block, side, keep, biases, unit, top, bias_top, cap, inverse, scale, spread, moments
             )
@@ -648,9 +689,27 @@ def target(logits: Any, out: Any, n: Any, vocab: Any) -> Any:
     return lambda logits, out, n, vocab: row_at(out, n, None, vocab)
 
 
+@by_type
+def source(logits: Any, out: Any) -> Any:
+    """What `fill_row` reads: None where that is what it writes. (Given the same array twice, a loop compiled for two
+    would find at run time that they overlap, and go one by one.)"""
+    if is_none(out):
+        return lambda logits, out: None
+    return lambda logits, out: logits
+
+
+@by_type
+def either(array: Any, default: Any) -> Any:
+    if is_none(array):
+        return lambda array, default: default
+    return lambda array, default: array
+
+
 @called
 def fill_row(result, kind, x, sign, mask, bias, unit, top, bias_top, cap, inverse, scale, spread, weight, linear, beta):
     """e^s * (weight + linear * s), times the slope."""
+    prefer_wide_vectors()
+    x = either(x, result)
     for j in range(x.size):
         d, _, slope = distance(entry(x, j, sign, mask), offset_at(bias, j), top, bias_top, cap, unit, inverse)
         e = exponential(d, scale, spread)
@@ -680,6 +739,7 @@ def gradient(
     beta,
 ):
     """Gradient of the rows ``part`` into ``out``, which None makes ``x`` itself."""
+    prefer_wide_vectors()
     first, stop, vocab = part
     spread = of_distance(temperature, inner, bias)
     many = ids.shape[1]
@@ -718,7 +778,7 @@ def gradient(
         fill_row(
             result,
             x[2],
-            logits,
+            source(logits, out),
             side,
             kept,
             added,
@@ -752,6 +812,7 @@ def gradient(
 def count_greater(part, x, sign, inner, bias, bias_row, bias_unit, mask, mask_row, like, ids, counts):
     """For the rows ``part``: how many entries stand strictly above the one at each id; 0 for a negative id, -1 in a row
     without an order."""
+    prefer_wide_vectors()
     first, stop, vocab = part
     for n in range(first, stop):
         logits, kept, added = (
@@ -792,6 +853,7 @@ def height(x: Any, j: Any, sign: Any, mask: Any, bias: Any, unit: Any, cap: Any)
 @called
 def above(mark, x, sign, mask, bias, unit, cap):
     """How many entries are higher than ``mark``, and how many are +inf or NaN."""
+    prefer_wide_vectors()
     count = unordered = 0
     for j in range(x.size):
         here = height(x, j, sign, mask, bias, unit, cap)

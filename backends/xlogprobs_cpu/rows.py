@@ -53,22 +53,25 @@ def over_rows(run: Callable[[int, int], None], rows: int, vocab: int, count: int
             run(first, min(first + step, rows))
         return
     step = min(step, -(-rows // count))
-    firsts = itertools.count(0, step)
+    count = min(count, -(-rows // step))
+    # A thread has a share of neighbouring rows, then helps with the others': two that take turns would begin the same
+    # new pages, which the system then clears twice. The next of a count is one step under the interpreter's lock.
+    bounds = [rows * n // count for n in range(count + 1)]
+    shares = [(itertools.count(first, step), stop) for first, stop in itertools.pairwise(bounds)]
 
-    def work() -> None:
-        for first in firsts:  # shared by the threads; the next of a count is one step under the interpreter's lock
-            if first >= rows:
-                return
-            run(first, min(first + step, rows))
+    def work(own: int) -> None:
+        for firsts, stop in shares[own:] + shares[:own]:
+            for first in itertools.takewhile(stop.__gt__, firsts):
+                run(first, min(first + step, stop))
 
     pool = _pool_of(count - 1)
-    others = [pool.submit(work) for _ in range(min(count, -(-rows // step)) - 1)]
+    others = [pool.submit(work, own) for own in range(1, count)]
     try:
-        work()
+        work(0)
     finally:
-        for first in firsts:  # after an exception, nothing is left to do
-            if first >= rows:
-                break
+        for firsts, stop in shares:  # after an exception, nothing is left to do
+            for _ in itertools.takewhile(stop.__gt__, firsts):
+                pass
         running = [other for other in others if not other.cancel()]
         wait(running)
     for other in running:
