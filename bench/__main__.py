@@ -40,7 +40,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, help="in place of each suite's own number")
     parser.add_argument("--output", type=Path, help="a folder for DEVICE-SUITE.json, for example bench/results")
     parser.add_argument("--plots", action="store_true", help="only draw docs/plots/ from bench/results/")
-    parser.add_argument("--readme", action="store_true", help="only write the README's tables from bench/results/")
+    parser.add_argument(
+        "--readme", action="store_true", help="only write the tables of README and docs from bench/results/"
+    )
     parser.add_argument("--check-readme", action="store_true", help="only check that they are those")
     options = parser.parse_args(arguments)
     if options.readme:

@@ -1,4 +1,4 @@
-"""The README's tables, written from the committed results and checked in CI to be what those say."""
+"""Tables of the README and the docs, written from the committed results and checked in CI to be what those say."""
 
 import json
 import re
@@ -11,6 +11,7 @@ from bench.report import Cell, absent, figure
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
+PAGES = ("README.md", "docs/performance.md")
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 PARITY_COLUMNS = {
     "NumPy": ("numpy", "eager"),
@@ -80,6 +81,17 @@ def small(document: dict[str, Any]) -> str:
     return _timed(document, "small", columns)
 
 
+def slopes(document: dict[str, Any]) -> str:
+    lines = ["| library | method | against rows | against vocabulary |", "|-|-|-|-|"]
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for line in document["slopes"]:
+        found.setdefault((line["library"], line["method"]), {})[line["against"]] = line["slope"]
+    for (library, method), slope in found.items():
+        texts = [f"{slope[against]:.2f}" if against in slope else "" for against in ("rows", "vocab")]
+        lines.append(f"| {library} | {method} | {' | '.join(texts)} |")
+    return "\n".join(lines)
+
+
 def reference(document: dict[str, Any]) -> str:
     """Measured figures beside the published ones; memory above the logits in both."""
     device = document["published"]["device"]
@@ -137,6 +149,7 @@ TABLES = {
     "shapes": ("cpu-shapes.json", shapes),
     "evaluation": ("cpu-shapes.json", small),
     "small": ("cpu-scaling.json", small),
+    "slopes": ("cpu-scaling.json", slopes),
 }
 
 
@@ -157,17 +170,22 @@ def filled(text: str, results: Path) -> str:
 
     text, count = MARKED.subn(made, text)
     if not count:
-        raise SystemExit("README.md has no place marked for a table")
+        raise SystemExit("there is no place marked for a table")
     return text
 
 
+def _pages() -> list[Path]:
+    return [path for name in PAGES if (path := ROOT / name).exists()]
+
+
 def write() -> None:
-    readme = ROOT / "README.md"
-    readme.write_text(filled(readme.read_text(), RESULTS))
+    for page in _pages():
+        page.write_text(filled(page.read_text(), RESULTS))
 
 
 def check() -> None:
-    text = (ROOT / "README.md").read_text()
-    if filled(text, RESULTS) != text:
-        raise SystemExit("README.md's tables are not those of bench/results: python -m bench --readme")
-    print("README.md's tables are those of bench/results")
+    for page in _pages():
+        name, text = page.relative_to(ROOT).as_posix(), page.read_text()
+        if filled(text, RESULTS) != text:
+            raise SystemExit(f"{name}'s tables are not those of bench/results: python -m bench --readme")
+        print(f"{name}'s tables are those of bench/results")

@@ -253,15 +253,28 @@ def test_the_reference_table_has_the_published_figures():
     assert "| 8.911 | 135 |" in shown
 
 
+def test_slopes_have_a_line_a_method():
+    slopes = [
+        {"library": "numpy", "against": against, "method": methods.OURS, "slope": slope}
+        for against, slope in (("rows", 0.996), ("vocab", 1.02))
+    ]
+    assert "| numpy | xlogprobs | 1.00 | 1.02 |" in readme.slopes({"slopes": slopes})
+    assert "| numpy | xlogprobs |  | 1.02 |" in readme.slopes({"slopes": slopes[1:]})
+
+
 def test_a_changed_table_is_found_and_written_anew(tmp_path, monkeypatch, capsys):
     (tmp_path / "cpu-peers.json").write_text(json.dumps(document("peers", "peers")))
     text = "# Title\n\n<!-- table: forward -->\nold\n<!-- end: forward -->\n\nafter\n"
     monkeypatch.setattr(readme, "ROOT", tmp_path)
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
     (tmp_path / "README.md").write_text(text)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "performance.md").write_text(text)
     with pytest.raises(SystemExit, match="python -m bench --readme"):
         command.main(["--check-readme"])
     command.main(["--readme", "--check-readme"])
+    checked = "README.md's tables are those of bench/results\ndocs/performance.md's tables are those of bench/results\n"
+    assert capsys.readouterr().out == checked
     written = (tmp_path / "README.md").read_text()
     assert "| **numpy: xlogprobs** | 2 x 3 x 300 | float32 |" in written
     assert written.startswith("# Title\n\n")
@@ -269,13 +282,16 @@ def test_a_changed_table_is_found_and_written_anew(tmp_path, monkeypatch, capsys
     (tmp_path / "README.md").write_text(written.replace("| float32 |", "| float64 |", 1))
     with pytest.raises(SystemExit, match="are not those"):
         command.main(["--check-readme"])
-    assert capsys.readouterr().out == "README.md's tables are those of bench/results\n"
+    command.main(["--readme"])
+    (tmp_path / "docs" / "performance.md").write_text(text)
+    with pytest.raises(SystemExit, match="docs/performance.md's tables are not those"):
+        command.main(["--check-readme"])
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("no table", "no place marked"),
+        ("no table", "no place marked for a table"),
         ("<!-- table: x -->\n<!-- end: x -->", "no table is called 'x'"),
         ("<!-- table: grad -->\n<!-- end: grad -->", "needs cpu-grad.json"),
         ("<!-- table: forward -->\n<!-- end: forward -->", "cpu-peers.json is from --quick"),
