@@ -284,7 +284,7 @@ def test_a_changed_table_is_found_and_written_anew(tmp_path, monkeypatch, capsys
         command.main(["--check-readme"])
     command.main(["--readme"])
     (tmp_path / "docs" / "performance.md").write_text(text)
-    with pytest.raises(SystemExit, match="docs/performance.md's tables are not those"):
+    with pytest.raises(SystemExit, match=r"docs/performance\.md's tables are not those"):
         command.main(["--check-readme"])
 
 
